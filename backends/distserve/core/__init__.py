@@ -1,0 +1,1 @@
+"""Pure Python: requests, blocks, schedulers, configuration. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The engine process: one loop around scheduler, executor and KV transfer."""

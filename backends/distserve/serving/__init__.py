@@ -1,0 +1,1 @@
+"""Triton code only: message schema, instance model, orchestrator, supervisor."""

@@ -1,0 +1,1 @@
+"""KV cache movement between a prefill and a decode instance."""

@@ -1,0 +1,1 @@
+"""What runs on a device: KV cache, model runner, sampler, executor."""

@@ -1,0 +1,1 @@
+"""Attention and cache kernels, one function per operation, the implementation chosen once."""

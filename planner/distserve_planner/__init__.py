@@ -1,0 +1,1 @@
+"""From model, cluster, workload and SLOs to the placement with the most goodput per device."""

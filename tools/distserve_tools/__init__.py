@@ -1,0 +1,1 @@
+"""Command line tools: serve, profile, bench, status."""
