@@ -1,0 +1,82 @@
+"""Configuration of one engine, as the planner writes it and the engine reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from distserve.core.parsing import ConfigError, parse
+
+Role = Literal["prefill", "decode", "unified"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Policy = Literal["prefill_first", "chunked_prefill"]
+
+DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One instance: a full copy of the weights on tp x pp devices.
+
+    Sizes are in tokens, times in seconds. `num_blocks` or `kv_bytes` fixes the KV pool; with neither the
+    engine takes what the device has left.
+    """
+
+    instance: str
+    role: Role
+    model: str  # a folder, or cache:NAME
+    devices: tuple[str, ...] = ("cpu:0",)
+    dtype: Dtype = "fp32"
+    tp: int = 1
+    pp: int = 1
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_bytes: int | None = None
+    max_context: int | None = None  # default: the model's
+    max_batch_size: int = 64  # sequences in one decode step
+    max_batch_tokens: int = 512  # Lm: prompts are batched up to this many tokens, longer ones run alone
+    policy: Policy = "prefill_first"  # unified instances only
+    chunk_tokens: int = 256  # chunked_prefill: tokens of one step, decode tokens included
+    max_queue: int = 1024
+    lease_s: float = 10.0
+    transfer_timeout_s: float = 10.0
+    heartbeat_s: float = 1.0
+    attention_backend: str | None = None  # default: chosen by device
+    transfer_host: str = "127.0.0.1"
+    transfer_secret_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "tp",
+            "pp",
+            "block_size",
+            "max_batch_size",
+            "max_batch_tokens",
+            "chunk_tokens",
+            "max_queue",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_blocks", "kv_bytes", "max_context"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        for name in ("lease_s", "transfer_timeout_s", "heartbeat_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name}={value}: must be above 0")
+        if len(self.devices) != self.tp * self.pp:
+            raise ConfigError(
+                f"devices={list(self.devices)}: tp={self.tp} x pp={self.pp} needs "
+                f"{self.tp * self.pp}, one per rank"
+            )
+
+    @classmethod
+    def load(cls, values: object, where: str = "engine") -> EngineConfig:
+        """Parses a mapping; unknown keys are refused by name (`ConfigError`)."""
+        return parse(cls, values, where)
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name}={value}: must be at least {low}")
