@@ -1,0 +1,51 @@
+"""Reads tritonserver's log: which models load, and why a start failed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_LOADING = re.compile(r'\] "?loading: ([^:"]+):')
+_LOADED = re.compile(r"\] \"?successfully loaded '([^']+)'")
+_ERROR = re.compile(r"^E\d{4} |^[\w.]+(Error|Exception): |^error: ")
+_NOISE = re.compile(r"CudaDriverHelper has not been initialized")  # on every host without a GPU
+_PREFIX = re.compile(r"^[IWE]\d{4} [\d:.]+ \d+ \S+\] ")
+_PORT_TAKEN = re.compile(
+    r"Address already in use|Socket '[^']*' already in use|failed to start .* service|Unable to bind",
+    re.IGNORECASE,
+)
+
+
+def model_states(log: Path) -> dict[str, str]:
+    """Model -> "loading" or "ready", in the order in which loading began."""
+    states: dict[str, str] = {}
+    for line in _lines(log):
+        if match := _LOADING.search(line):
+            states[match[1]] = "loading"
+        elif match := _LOADED.search(line):
+            states[match[1]] = "ready"
+    return states
+
+
+def first_errors(log: Path, count: int = 12) -> list[str]:
+    """The first distinct error lines without their time stamps; the log's end if there is none."""
+    lines = _lines(log)
+    errors: list[str] = []
+    for line in lines:
+        if _ERROR.search(line) and not _NOISE.search(line):
+            text = _PREFIX.sub("", line).strip().strip('"').replace("\\n", "\n    ").strip()[:800]
+            if text not in errors:
+                errors.append(text)
+    return errors[:count] or lines[-count:]
+
+
+def port_was_taken(log: Path) -> bool:
+    """Whether the server ended because a port that was free a moment ago had been taken."""
+    return any(_PORT_TAKEN.search(line) for line in _lines(log))
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        return log.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
