@@ -1,0 +1,80 @@
+"""How K and V of one layer lie in the pages of the cache.
+
+Two layouts, block axis 0 in both:
+- `TRANSPOSED` (CPU): K [num_blocks, kv_heads, head_dim, block_size], V [num_blocks, kv_heads, block_size, head_dim].
+  A vector register then holds one K channel of 16 consecutive tokens, so that scores need no horizontal sums.
+- `TOKENS` (CUDA; flash-attn's and the Triton kernels'): K and V [num_blocks, block_size, kv_heads, head_dim].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Axis order of the pages; `kv_head_axis` is the same in K and V."""
+
+    name: str
+    kv_head_axis: int
+    transposed: bool
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """Zeroed K and V pages."""
+        if self.transposed:
+            key_shape = (num_blocks, kv_heads, head_dim, block_size)
+            value_shape = (num_blocks, kv_heads, block_size, head_dim)
+        else:
+            key_shape = value_shape = (num_blocks, block_size, kv_heads, head_dim)
+        return (
+            torch.zeros(key_shape, dtype=dtype, device=device),
+            torch.zeros(value_shape, dtype=dtype, device=device),
+        )
+
+    def block_size(self, value_pages: Tensor) -> int:
+        """Tokens per block, read off a V page tensor."""
+        return int(value_pages.shape[2 if self.transposed else 1])
+
+    def write(self, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+        """Scatter k, v [T, kv_heads, D] to slots [T] (block * block_size + offset; negative: not stored)."""
+        kept = slots >= 0
+        if not bool(kept.all()):
+            k, v, slots = k[kept], v[kept], slots[kept]
+        size = self.block_size(value_pages)
+        block, offset = slots // size, slots % size
+        if self.transposed:
+            key_pages[block, :, :, offset] = k
+            value_pages[block, :, offset] = v
+        else:
+            key_pages[block, offset] = k
+            value_pages[block, offset] = v
+
+    def read(self, key_pages: Tensor, value_pages: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of whole blocks [..., n] as [..., n * block_size, kv_heads, D]."""
+        if self.transposed:
+            k = key_pages[blocks].movedim(-1, -3)  # [..., n, block_size, kv_heads, D]
+            v = value_pages[blocks].transpose(-3, -2)
+        else:
+            k, v = key_pages[blocks], value_pages[blocks]
+        dims = blocks.dim()
+        return k.flatten(dims - 1, dims), v.flatten(dims - 1, dims)
+
+
+TRANSPOSED = PageLayout("transposed", kv_head_axis=1, transposed=True)
+TOKENS = PageLayout("tokens", kv_head_axis=2, transposed=False)
+
+
+def default_layout(device: torch.device) -> PageLayout:
+    """The layout of a device's own kernels; the torch implementations follow it."""
+    return TRANSPOSED if device.type == "cpu" else TOKENS
