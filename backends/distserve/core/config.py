@@ -38,6 +38,7 @@ class EngineConfig:
     max_batch_tokens: int = 512  # Lm: prompts are batched up to this many tokens, longer ones run alone
     policy: Policy = "prefill_first"  # unified instances only
     chunk_tokens: int = 256  # chunked_prefill: tokens of one step, decode tokens included
+    reserve_tokens: int | None = 0  # decode admission: output room assured; null: all of max_tokens
     max_queue: int = 1024
     lease_s: float = 10.0
     transfer_timeout_s: float = 10.0

@@ -94,7 +94,8 @@ class ModelConfig:
         arch = _ARCH_OF_TYPE.get(model_type)
         if arch is None:
             raise ConfigError(
-                f"{where}: model_type={model_type!r} is not supported; one of {', '.join(sorted(_ARCH_OF_TYPE))}"
+                f"{where}: model_type={model_type!r} is not supported; "
+                f"one of {', '.join(sorted(_ARCH_OF_TYPE))}"
             )
         try:
             return _FROM_HF[arch](raw)
