@@ -1,0 +1,24 @@
+/* Decode attention over KV pages and the scatter into them, for fp32 and bf16 pages.
+ *
+ * K pages [block][kv_head][D][block_size], V pages [block][kv_head][block_size][D]; block_size is a multiple of 16.
+ * Scores of 16 tokens fill one vector without horizontal sums; all query heads of a KV head (GQA) share each load of
+ * K and V; the line at the same place of the next block is prefetched with every load. Softmax is online over chunks
+ * (Milakov and Gimelshein, arXiv 1805.02867). */
+#include "vec.h"
+
+#include <math.h>
+#include <stddef.h>
+
+#define CHUNK 256      /* tokens whose scores are held at once */
+#define MAX_GROUP 8    /* query heads that share one pass over the pages */
+#define MAX_HEAD_DIM 256
+
+#define T float
+#define FN(name) name##_float
+#include "paged_attention_impl.h"
+#undef T
+#undef FN
+
+#define T bf16
+#define FN(name) name##_bf16
+#include "paged_attention_impl.h"
