@@ -1,0 +1,139 @@
+"""Generation and control through Triton's gRPC endpoint, asyncio only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from distserve.serving.schema import ERROR_CODES
+from distserve_tools.openai_api.errors import ApiError
+from distserve_tools.openai_api.protocol import Prompt
+
+_OUTPUTS = ("text_output", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One message of a generation. `finish_reason` and the counts come with the last one."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[Any]  # one entry per token, as the orchestrator sends them
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class TritonBackend:
+    """A client of one server. Every generation ends by its last chunk, an `ApiError`, or the deadline."""
+
+    def __init__(self, url: str, timeout_s: float, model: str = "orchestrator") -> None:
+        self._client = triton.InferenceServerClient(url)
+        self._model = model
+        self._timeout_s = timeout_s
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The orchestrator's `status`. Raises `ApiError` 503 if it does not answer in time."""
+        request = self._request(
+            {"control": np.array([b'{"op": "status"}'], dtype=object)}, ("control_output",)
+        )
+        async with aclosing(self._responses(request, timeout_s)) as responses:
+            async for result in responses:
+                status: dict[str, Any] = json.loads(result.as_numpy("control_output")[0])
+                return status
+        raise ApiError(503, "the orchestrator sent no status", "service_unavailable")
+
+    async def generate(
+        self, prompt: Prompt, sampling: Mapping[str, Any], logprobs: int | None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Streams one choice. Closing the iterator early cancels the request on the server."""
+        parameters = {**sampling, **({} if logprobs is None else {"logprobs": logprobs})}
+        inputs = {
+            "stream": np.array([True]),
+            "exclude_input_in_output": np.array([True]),
+            "sampling_parameters": np.array([json.dumps(parameters).encode()], dtype=object),
+        }
+        if isinstance(prompt, str):
+            inputs["text_input"] = np.array([prompt.encode()], dtype=object)
+        else:
+            inputs["input_ids"] = np.array(prompt, dtype=np.int32)
+        outputs = _OUTPUTS if logprobs is None else (*_OUTPUTS, "logprobs")
+        if logprobs is not None:
+            inputs["return_logprobs"] = np.array([True])
+        request = self._request(inputs, outputs)
+        async with aclosing(self._responses(request, self._timeout_s)) as responses:
+            async for result in responses:
+                chunk = _chunk(result)
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        raise ApiError(502, "the generation ended without its last message", "server_error")
+
+    def _request(self, inputs: Mapping[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
+        tensors = []
+        for name, values in inputs.items():
+            tensor = triton.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype))
+            tensor.set_data_from_numpy(values)
+            tensors.append(tensor)
+        requested = [triton.InferRequestedOutput(name) for name in outputs]
+        return {"model_name": self._model, "inputs": tensors, "outputs": requested}
+
+    async def _responses(self, request: dict[str, Any], timeout_s: float) -> AsyncGenerator[Any, None]:
+        async def one() -> AsyncIterator[dict[str, Any]]:
+            yield request
+
+        deadline = time.monotonic() + timeout_s
+        stream = self._client.stream_infer(one())
+        try:
+            while True:
+                result, error = await asyncio.wait_for(anext(stream), deadline - time.monotonic())
+                if error is not None:
+                    raise _api_error(error)
+                yield result
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            raise ApiError(504, f"no end within {timeout_s:g} s", "timeout") from None
+        except InferenceServerException as error:
+            raise _api_error(error) from None
+        finally:
+            stream.cancel()
+
+
+def _chunk(result: Any) -> Chunk:
+    def first(name: str) -> Any:
+        values = result.as_numpy(name)
+        return values.flat[0] if values is not None and values.size else None
+
+    text, reason, entries = first("text_output"), first("finish_reason"), first("logprobs")
+    ids = result.as_numpy("output_ids")
+    return Chunk(
+        text=text.decode() if text else "",
+        token_ids=tuple(int(i) for i in ids) if ids is not None else (),
+        logprobs=json.loads(entries) if entries else [],
+        finish_reason=reason.decode() if reason else None,
+        prompt_tokens=int(first("prompt_tokens") or 0),
+        completion_tokens=int(first("completion_tokens") or 0),
+    )
+
+
+def _api_error(error: InferenceServerException) -> ApiError:
+    """In a stream Triton drops the status of an error, so the orchestrator writes the code into the text."""
+    message = error.message() or "unknown error"
+    for code in ERROR_CODES:
+        head, found, rest = message.partition(f"{code}: ")
+        if found and len(head) < 40:
+            return ApiError.of_code(code, rest)
+    return ApiError(503 if "UNAVAILABLE" in str(error.status()) else 500, message, "server_error")
