@@ -1,0 +1,204 @@
+"""The placement file (`schema: placement/1`): which instances run, on which devices of which nodes.
+
+    schema: placement/1
+    model: cache:smollm2-135m-instruct      # a folder, or cache:NAME
+    dtype: fp32
+    instances:
+      - role: prefill
+        devices: [cpu:0]
+        kv_bytes: 268435456
+      - role: decode
+        devices: [cpu:1]
+
+`nodes` may be left out for one host. Every limit of `distserve.core.config.EngineConfig` may stand in an
+instance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distserve.core.config import Dtype, EngineConfig, Role
+from distserve.core.parsing import ConfigError, nearest, parse
+from distserve_planner.located_yaml import ROOT, LocatedYaml, check_schema
+
+PLACEMENT_SCHEMA = "placement/1"
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One host with its own tritonserver. Limits that are given stand in for what the machine has."""
+
+    name: str = "node0"
+    host: str = "127.0.0.1"  # address by which the other nodes reach it
+    grpc_port: int | None = None  # of its tritonserver; needed where another node's orchestrator calls it
+    devices: tuple[str, ...] | None = None  # e.g. [cuda:0, cuda:1]; default: all that it has
+    memory_bytes: int | None = None  # for weights and KV caches of its CPU instances
+    device_memory_bytes: int | None = None  # of each GPU
+
+
+@dataclass(frozen=True)
+class InstancePlan:
+    """One instance. `limits` are further fields of `EngineConfig`; in the file they stand beside these."""
+
+    role: Role
+    devices: tuple[str, ...]
+    name: str | None = None  # default: <role>_<index within the role>
+    node: str | None = None  # default: the first node
+    tp: int = 1
+    pp: int = 1
+    limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_OWN_KEYS = frozenset(f.name for f in dataclasses.fields(InstancePlan)) - {"limits"}
+_SET_BY_PLACEMENT = frozenset(
+    {"instance", "model", "dtype", "block_size", "transfer_host", "transfer_secret_file"}
+)
+LIMITS = frozenset(f.name for f in dataclasses.fields(EngineConfig)) - _OWN_KEYS - _SET_BY_PLACEMENT
+"""Keys of an instance that go to its engine as they are."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The whole plan. `predicted` is what a search expected of it; nothing here reads it."""
+
+    schema: str
+    model: str
+    instances: tuple[InstancePlan, ...]
+    dtype: Dtype = "fp32"
+    block_size: int = 16
+    nodes: tuple[NodePlan, ...] = (NodePlan(),)
+    oversubscribe: bool = False
+    transfer_secret_file: str | None = None  # needed when nodes are reached over a network
+    orchestrator: Mapping[str, Any] | None = None  # settings of `OrchestratorConfig`, instances left out
+    predicted: Mapping[str, Any] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each instance, in order."""
+        counts: dict[str, int] = {}
+        names = []
+        for instance in self.instances:
+            index = counts.get(instance.role, 0)
+            counts[instance.role] = index + 1
+            names.append(instance.name or f"{instance.role}_{index}")
+        return tuple(names)
+
+    def node_of(self, instance: InstancePlan) -> NodePlan:
+        """The node that an instance runs on; raises `KeyError` for one that is not listed."""
+        if instance.node is None:
+            return self.nodes[0]
+        return {node.name: node for node in self.nodes}[instance.node]
+
+    @property
+    def spans_hosts(self) -> bool:
+        return len({node.host for node in self.nodes}) > 1
+
+    def engine_config(self, index: int) -> EngineConfig:
+        """What the engine of instance `index` is given. Raises `ConfigError`."""
+        return EngineConfig.load(self.engine_values(index), f"instances[{index}]")
+
+    def engine_values(self, index: int) -> dict[str, Any]:
+        """The same as a plain mapping, unchecked."""
+        instance = self.instances[index]
+        values: dict[str, Any] = {
+            "instance": self.names[index],
+            "role": instance.role,
+            "model": self.model,
+            "devices": instance.devices,
+            "tp": instance.tp,
+            "pp": instance.pp,
+            "dtype": self.dtype,
+            "block_size": self.block_size,
+            **instance.limits,
+        }
+        if self.spans_hosts:
+            values["transfer_host"] = self.node_of(instance).host
+        if self.transfer_secret_file is not None:
+            values["transfer_secret_file"] = self.transfer_secret_file
+        return values
+
+    def dump(self) -> str:
+        """YAML text that `parse_placement` reads back."""
+        return str(yaml.safe_dump(_plain(self), sort_keys=False, width=110))
+
+
+@dataclass(frozen=True)
+class PlacementFile:
+    """A placement and the lines that it came from."""
+
+    placement: Placement
+    document: LocatedYaml
+
+
+def read_placement(path: str | Path) -> PlacementFile:
+    """Reads a placement file. Raises `ConfigError` naming file, line, field and value.
+
+    Checks the form only; see `distserve_planner.placement_check` for whether it can run.
+    """
+    return _from_document(LocatedYaml.read(path))
+
+
+def parse_placement(text: str, name: str = "placement") -> PlacementFile:
+    """Like `read_placement`, from a string."""
+    return _from_document(LocatedYaml.parse(text, name))
+
+
+def default_placement() -> PlacementFile:
+    """One prefill and one decode instance of the demo model on two CPU cores."""
+    text = resources.files("distserve_planner").joinpath("data/default_placement.yaml").read_text()
+    return parse_placement(text, "default_placement.yaml")
+
+
+def _from_document(document: LocatedYaml) -> PlacementFile:
+    check_schema(document, PLACEMENT_SCHEMA)
+    values = dict(document.values)
+    if isinstance(values.get("instances"), list):
+        values["instances"] = [
+            _with_limits(document, index, item) for index, item in enumerate(values["instances"])
+        ]
+    placement = dataclasses.replace(document, values=values).into(Placement)
+    for index, instance in enumerate(placement.instances):
+        if instance.node not in (None, *(node.name for node in placement.nodes)):
+            continue  # refused by the check, with the names that there are
+        try:
+            parse(EngineConfig, placement.engine_values(index), f"{ROOT}.instances[{index}]")
+        except ConfigError as error:
+            raise document.relocated(error) from None
+    return PlacementFile(placement, document)
+
+
+def _with_limits(document: LocatedYaml, index: int, item: Any) -> Any:
+    """The keys that belong to the engine, moved into `limits`."""
+    if not isinstance(item, Mapping):
+        return item  # refused by the parser
+    for key in item:
+        if key not in _OWN_KEYS | LIMITS:
+            line = document.line(("instances", index, str(key)))
+            where = f"{document.name}:{line}: instances[{index}]"
+            raise ConfigError(f"{where}: unknown key '{key}'{nearest(str(key), _OWN_KEYS | LIMITS)}")
+    own = {key: value for key, value in item.items() if key in _OWN_KEYS}
+    return {**own, "limits": {key: value for key, value in item.items() if key in LIMITS}}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Fields in order, those at their default left out, limits beside the others."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None or (field.default is not dataclasses.MISSING and value == field.default):
+            continue
+        if field.name == "limits":
+            out.update(value)
+            continue
+        if isinstance(value, tuple):
+            value = [_plain(v) if dataclasses.is_dataclass(v) else v for v in value]
+        out[field.name] = dict(value) if isinstance(value, Mapping) else value
+    return out
