@@ -23,8 +23,9 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis; x [..., n], weight [n]; returns a new tensor like x."""
     c = _compiled(x)
-    if c is None or not _rows(x):
+    if c is None:
         return ops_reference.rms_norm(x, weight, eps)
+    x = x if _rows(x) else x.contiguous()
     n = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype)
     stride = x.stride(-2) if x.dim() > 1 else n
@@ -35,8 +36,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """residual += x **in place**, then normalise; returns (rms_norm(residual), residual). Same shape and dtype."""
     c = _compiled(x)
-    if c is None or not (_rows(x) and residual.is_contiguous()):
+    if c is None or not residual.is_contiguous():
         return ops_reference.add_rms_norm(x, residual, weight, eps)
+    x = x if _rows(x) else x.contiguous()
     n = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype)
     stride = x.stride(-2) if x.dim() > 1 else n
@@ -48,8 +50,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * n] with the gate first; returns [..., n]."""
     c = _compiled(gate_up)
-    if c is None or not _rows(gate_up):
+    if c is None:
         return ops_reference.silu_mul(gate_up)
+    gate_up = gate_up if _rows(gate_up) else gate_up.contiguous()
     n = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype)
     stride = gate_up.stride(-2) if gate_up.dim() > 1 else 2 * n

@@ -101,7 +101,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms after penalties, before temperature and truncation."""
+    """Natural logarithms under the model's own distribution: before penalties, temperature and truncation."""
 
     chosen: float
     top_ids: tuple[int, ...]
