@@ -45,7 +45,7 @@ def parse_document(text: str, schema: str, cls: type[T], where: str) -> T:
 def dump_document(value: Any, schema: str) -> str:
     """The YAML text of a dataclass; fields at their default are left out. Inverse of `parse_document`."""
     document = {"schema": schema, **to_mapping(value)}
-    return str(yaml.safe_dump(document, sort_keys=False, width=110))
+    return str(yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None))
 
 
 def save_document(path: str | Path, value: Any, schema: str) -> None:
