@@ -57,6 +57,7 @@ class ModelConfig:
     qk_norm: bool = False
     gated_mlp: bool = True
     sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()  # with sliding_window: the layers that attend to everything
     activation: str = "silu"
     embed_dim: int | None = None  # OPT-350m: word_embed_proj_dim, if it differs from hidden_size
     norm_first: bool = True  # False: post-norm (OPT-350m)
@@ -109,6 +110,10 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that layer `layer` looks back on, itself included; None: all."""
+        return None if layer in self.full_attention_layers else self.sliding_window
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V of one token over all layers."""
@@ -182,6 +187,8 @@ def _llama(raw: Mapping[str, Any]) -> ModelConfig:
     window = raw.get("sliding_window")
     if not raw.get("use_sliding_window", model_type == "mistral"):
         window = None
+    _refuse(raw, model_type, quantization_config=None)
+    _refuse(rope, "rope_parameters", partial_rotary_factor=1.0)
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act={raw['hidden_act']!r} is not supported for {model_type}; silu")
     return ModelConfig(
@@ -201,13 +208,35 @@ def _llama(raw: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=raw.get("mlp_bias", False),
         qk_norm=model_type == "qwen3",
         sliding_window=window,
+        full_attention_layers=_full_attention_layers(raw) if window else (),
         **_common(raw),
     )
+
+
+def _full_attention_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without the sliding window: by `layer_types`, or Qwen's `max_window_layers` in older files."""
+    layers = range(raw["num_hidden_layers"])
+    kinds = raw.get("layer_types")
+    if kinds:
+        return tuple(i for i in layers if kinds[i] == "full_attention")
+    if raw["model_type"] == "mistral":
+        return ()
+    return tuple(i for i in layers if i < raw.get("max_window_layers", 28))
+
+
+def _refuse(raw: Mapping[str, Any], where: str, **allowed: Any) -> None:
+    """Raises `ConfigError` for a key that is set to something else than the one value that is computed
+    here.
+    """
+    for key, value in allowed.items():
+        if raw.get(key, value) != value:
+            raise ConfigError(f"{where}: {key}={raw[key]!r} is not supported; {value!r}")
 
 
 def _opt(raw: Mapping[str, Any]) -> ModelConfig:
     heads = raw["num_attention_heads"]
     embed = raw.get("word_embed_proj_dim") or raw["hidden_size"]
+    _refuse(raw, "opt", layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
     return ModelConfig(
         arch="opt",
         hidden_size=raw["hidden_size"],
@@ -231,6 +260,13 @@ def _opt(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _gpt2(raw: Mapping[str, Any]) -> ModelConfig:
     heads = raw["n_head"]
+    _refuse(
+        raw,
+        "gpt2",
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
     return ModelConfig(
         arch="gpt2",
         hidden_size=raw["n_embd"],

@@ -1,0 +1,29 @@
+"""What a model asks of whoever runs it: attention over the cached tokens of each sequence of the batch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AttentionContext(Protocol):
+    """One step's batch: knows which rows belong to which sequence and where their K and V go."""
+
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Stores k, v of the new tokens and attends, causally, to them and to what was stored before.
+
+        `layer` counts from 0 on this rank (its index in the rank's KV cache). q [T, q_heads, D], k and v
+        [T, kv_heads, D], all heads of this rank only; rows may be strided (slices of one qkv tensor).
+        Scores are `scale * q k`. With `sliding_window` w a token at position p sees positions p - w + 1 ..
+        p. Returns [T, q_heads, D], contiguous.
+        """
+        ...

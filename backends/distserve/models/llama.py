@@ -1,0 +1,135 @@
+"""The LLaMA family: Llama 2 and 3, Mistral, Qwen2 (qkv bias), Qwen3 (norms on q and k), SmolLM."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distserve.core.model_config import ModelConfig
+from distserve.core.shapes import split_range
+from distserve.models.attention import AttentionContext
+from distserve.models.base import Stage
+from distserve.models.layers import Builder, HeadSplit, ParallelLMHead, Rows, VocabParallelEmbedding
+from distserve.models.rotary import RotaryTable
+from distserve_kernels import ops
+
+
+class LlamaAttention:
+    """Grouped-query attention with rotary positions. `index` counts this rank's layers, `layer` the
+    model's.
+    """
+
+    def __init__(
+        self, build: Builder, config: ModelConfig, heads: HeadSplit, module: str, index: int, layer: int
+    ) -> None:
+        self._heads, self._index = heads, index
+        self._scale = config.head_dim**-0.5
+        self._eps = config.norm_eps
+        self._window = config.window_of(layer)
+        query, kv = heads.columns(heads.query), heads.columns(heads.kv)
+        parts = [
+            Rows(f"{module}.q_proj", config.q_size, query),
+            Rows(f"{module}.k_proj", config.kv_size, kv),
+            Rows(f"{module}.v_proj", config.kv_size, kv),
+        ]
+        self._qkv = build.column(parts, config.hidden_size, config.qkv_bias)
+        self._out = build.row(f"{module}.o_proj", config.hidden_size, config.q_size, query, config.o_bias)
+        self._q_norm = self._k_norm = None
+        if config.qk_norm:
+            self._q_norm = build.tensor(f"{module}.q_norm.weight", (config.head_dim,))
+            self._k_norm = build.tensor(f"{module}.k_norm.weight", (config.head_dim,))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attn: AttentionContext) -> Tensor:
+        tokens, heads = x.shape[0], self._heads
+        q, k, v = self._qkv(x).view(tokens, heads.total, heads.head_dim).split_with_sizes(heads.sizes, dim=1)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = ops.rms_norm(q, self._q_norm, self._eps), ops.rms_norm(k, self._k_norm, self._eps)
+        ops.rotary(q, k, cos, sin)
+        attended = attn.run(self._index, q, k, v, self._scale, self._window)
+        return self._out(attended.view(tokens, -1))
+
+
+class LlamaMLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, build: Builder, config: ModelConfig, module: str) -> None:
+        size = config.ffn_size
+        kept = split_range(size, build.group.size, build.group.rank)
+        parts = [Rows(f"{module}.gate_proj", size, kept), Rows(f"{module}.up_proj", size, kept)]
+        self._gate_up = build.column(parts, config.hidden_size, config.mlp_bias)
+        self._down = build.row(f"{module}.down_proj", config.hidden_size, size, kept, config.mlp_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(ops.silu_mul(self._gate_up(x)))
+
+
+class LlamaLayer:
+    """Pre-norm attention and MLP. The residual stream is one tensor that every layer adds to in place."""
+
+    def __init__(
+        self, build: Builder, config: ModelConfig, heads: HeadSplit, module: str, index: int, layer: int
+    ) -> None:
+        size = (config.hidden_size,)
+        self._eps = config.norm_eps
+        self._attention_norm = build.tensor(f"{module}.input_layernorm.weight", size)
+        self._attention = LlamaAttention(build, config, heads, f"{module}.self_attn", index, layer)
+        self._mlp_norm = build.tensor(f"{module}.post_attention_layernorm.weight", size)
+        self._mlp = LlamaMLP(build, config, f"{module}.mlp")
+
+    def __call__(
+        self, delta: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, attn: AttentionContext
+    ) -> Tensor:
+        """Adds `delta`, the previous layer's output, to `residual`; returns its own, not yet added."""
+        if delta is None:
+            x = ops.rms_norm(residual, self._attention_norm, self._eps)
+        else:
+            x, _ = ops.add_rms_norm(delta, residual, self._attention_norm, self._eps)
+        delta = self._attention(x, cos, sin, attn)
+        x, _ = ops.add_rms_norm(delta, residual, self._mlp_norm, self._eps)
+        return self._mlp(x)
+
+
+class LlamaModel:
+    """See `Model`."""
+
+    def __init__(self, config: ModelConfig, build: Builder, layers: range) -> None:
+        assert config.rope is not None
+        self.config, self.dtype, self.device = config, build.dtype, build.device
+        self._stage = stage = Stage(config, layers)
+        self.layers = layers
+        self.heads = heads = HeadSplit.of(config, build.group)
+        prefix = "" if build.weights.has("layers.0.input_layernorm.weight") else "model."
+        vocab, size = config.vocab_size, config.hidden_size
+        table_name = f"{prefix}embed_tokens.weight"
+        self._embed = VocabParallelEmbedding(build, table_name, vocab, size) if stage.is_first else None
+        self._rotary = RotaryTable(config.rope, config.head_dim, config.max_context, build.device)
+        self._blocks = [
+            LlamaLayer(build, config, heads, f"{prefix}layers.{layer}", index, layer)
+            for index, layer in enumerate(layers)
+        ]
+        self._norm: Tensor | None = None
+        self._head: ParallelLMHead | None = None
+        if stage.is_last:
+            self._norm = build.tensor(f"{prefix}norm.weight", (size,))
+            tied = config.tie_embeddings
+            shared = self._embed.table if tied and self._embed is not None else None
+            self._head = ParallelLMHead(build, table_name if tied else "lm_head.weight", vocab, size, shared)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Tensor, positions: Tensor, attn: AttentionContext) -> Tensor:
+        """See `Model.forward`."""
+        residual = inputs if self._embed is None else self._embed(inputs)
+        cos, sin = self._rotary(positions)
+        delta: Tensor | None = None
+        for block in self._blocks:
+            delta = block(delta, residual, cos, sin, attn)
+        assert delta is not None
+        return residual.add_(delta)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.logits`."""
+        self._stage.require_last()
+        assert self._norm is not None
+        assert self._head is not None
+        return self._head(ops.rms_norm(hidden, self._norm, self.config.norm_eps))
