@@ -149,7 +149,7 @@ class ModelRunner:
         self.device = parse_device(config.devices[group.rank]).torch_device
         dtype = TORCH_DTYPE[config.dtype]
         layers = layer_range(model.num_layers, config.pp, 0)
-        self._model = load_model(resolve_model(config.model), model, group, layers, dtype, self.device)
+        self._model = load_model(resolve_model(config.model), group, layers, dtype, self.device)
         self._backend = choose_backend(
             self.device, dtype, model.head_dim, config.block_size, config.attention_backend
         )
