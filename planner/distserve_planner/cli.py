@@ -1,16 +1,13 @@
-"""The `planner` command."""
+"""The `planner` command: one sub-command per module of `distserve_planner.commands`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distserve_planner.command_line import Command, dispatch
-
-COMMANDS = (
-    Command("generate", "distserve_planner.generate", "write a Triton model repository for a placement"),
-)
+from distserve_planner.command_line import commands_in, dispatch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
-    return dispatch("planner", "Plans disaggregated deployments and writes their files.", COMMANDS, argv)
+    about = "Plans disaggregated deployments and writes their files."
+    return dispatch("planner", about, commands_in("distserve_planner.commands"), argv)

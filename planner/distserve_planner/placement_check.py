@@ -11,13 +11,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distserve.core.config import DTYPE_BYTES
 from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError, nearest
 from distserve.core.shapes import head_range, layer_range, query_head_range
 from distserve_planner.device_names import Device, parse_device
 from distserve_planner.located_yaml import KeyPath
 from distserve_planner.machine_facts import MachineFacts
+from distserve_planner.memory import kv_bytes_per_token_per_device, weight_bytes_per_device
 from distserve_planner.placement_file import InstancePlan, NodePlan, PlacementFile
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -42,7 +42,7 @@ def check_placement(
     """
     check = _Check(file, model, machine)
     # each stage makes sense only once the one before is sound
-    for stage in ((check.form,), (check.devices, check.shapes), (check.memory,)):
+    for stage in ((check.form,), (check.times, check.devices, check.shapes), (check.memory,)):
         problems = [file.document.located(path, text) for part in stage for path, text in part()]
         if problems:
             raise PlacementError(problems)
@@ -85,6 +85,7 @@ class _Check:
                 except ConfigError as error:
                     yield ("nodes", index, "devices", position), str(error)
         yield from _repeated(("instances",), list(placement.names))
+        known = True
         for index, (name, instance) in enumerate(zip(placement.names, placement.instances, strict=True)):
             path: KeyPath = ("instances", index)
             if not _NAME.fullmatch(name) or name == ORCHESTRATOR:
@@ -93,7 +94,10 @@ class _Check:
                     f"{name!r}: letters, digits, '_' and '-' are allowed, and not {ORCHESTRATOR!r}",
                 )
             if instance.node is not None and instance.node not in node_names:
+                known = False
                 yield (*path, "node"), f"{instance.node!r}: no such node{nearest(instance.node, node_names)}"
+        if not known:
+            return
         yield from self._roles()
         yield from self._network()
 
@@ -104,6 +108,26 @@ class _Check:
                 yield (
                     ("instances",),
                     f"no instance can {role}; add one with 'role: {role}' or 'role: unified'",
+                )
+
+    def times(self) -> _Problems:
+        """Times that the orchestrator and its instances must agree on."""
+        placement = self.file.placement
+        orchestrator = placement.orchestrator_config()
+        for index in range(len(placement.instances)):
+            engine = placement.engine_config(index)
+            path: KeyPath = ("instances", index)
+            if engine.lease_s < 3 * orchestrator.lease_renew_s:
+                yield (
+                    (*path, "lease_s"),
+                    f"{engine.lease_s:g}: must be at least three times the orchestrator's "
+                    f"lease_renew_s={orchestrator.lease_renew_s:g}",
+                )
+            if engine.heartbeat_s != orchestrator.heartbeat_s:
+                yield (
+                    (*path, "heartbeat_s"),
+                    f"{engine.heartbeat_s:g}: must be the orchestrator's, "
+                    f"heartbeat_s={orchestrator.heartbeat_s:g}",
                 )
 
     def _network(self) -> _Problems:
@@ -200,10 +224,10 @@ class _Check:
         gpu_need: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for index, instance in enumerate(placement.instances):
             node = placement.node_of(instance)
-            need = self.weight_bytes() + self.kv_bytes(instance)
+            need = self.rank_bytes(instance)
             for text in instance.devices:
                 device = parse_device(text)
-                share = (placement.names[index], need // len(instance.devices))
+                share = (placement.names[index], need)
                 if device.kind == "cpu":
                     host_need.setdefault(node.name, []).append(share)
                 else:
@@ -214,21 +238,17 @@ class _Check:
         for (name, gpu), shares in gpu_need.items():
             yield from _over(f"cuda:{gpu} of node {name}", self._gpu_limit(nodes[name], gpu), shares)
 
-    def weight_bytes(self) -> int:
-        """Bytes of one copy of the weights."""
+    def rank_bytes(self, instance: InstancePlan) -> int:
+        """Bytes of the fullest rank: its weights, and its KV pool or, without a limit, one long sequence."""
         assert self.model is not None
-        return self.model.param_count() * DTYPE_BYTES[self.file.placement.dtype]
-
-    def kv_bytes(self, instance: InstancePlan) -> int:
-        """Bytes of an instance's KV pool; without a limit, at least one sequence of full length."""
-        assert self.model is not None
-        placement, limits = self.file.placement, instance.limits
+        dtype, limits = self.file.placement.dtype, instance.limits
+        weights = weight_bytes_per_device(self.model, instance.tp, instance.pp, dtype)
         if limits.get("kv_bytes") is not None:
-            return int(limits["kv_bytes"])
-        per_token = self.model.kv_bytes_per_token(placement.dtype)
+            return weights + int(limits["kv_bytes"])
+        per_token = kv_bytes_per_token_per_device(self.model, instance.tp, instance.pp, dtype)
         if limits.get("num_blocks") is not None:
-            return int(limits["num_blocks"]) * placement.block_size * per_token
-        return int(limits.get("max_context") or self.model.max_context) * per_token
+            return weights + int(limits["num_blocks"]) * self.file.placement.block_size * per_token
+        return weights + int(limits.get("max_context") or self.model.max_context) * per_token
 
     def _host_limit(self, node: NodePlan) -> int | None:
         if node.memory_bytes is not None:

@@ -27,6 +27,7 @@ import yaml
 
 from distserve.core.config import Dtype, EngineConfig, Role
 from distserve.core.parsing import ConfigError, nearest, parse
+from distserve.serving.orchestrator_config import OrchestratorConfig
 from distserve_planner.located_yaml import ROOT, LocatedYaml, check_schema
 
 PLACEMENT_SCHEMA = "placement/1"
@@ -125,6 +126,21 @@ class Placement:
             values["transfer_secret_file"] = self.transfer_secret_file
         return values
 
+    def orchestrator_values(self) -> dict[str, Any]:
+        """What the orchestrator is given, unchecked: model, instances, and the `orchestrator` section."""
+        instances = []
+        for name, instance in zip(self.names, self.instances, strict=True):
+            node = self.nodes[0] if instance.node is None else self.node_of(instance)
+            entry: dict[str, Any] = {"name": name, "role": instance.role}
+            if node != self.nodes[0]:
+                entry["address"] = f"{node.host}:{node.grpc_port}"
+            instances.append(entry)
+        return {"model": self.model, "instances": instances, **(self.orchestrator or {})}
+
+    def orchestrator_config(self) -> OrchestratorConfig:
+        """The same, parsed. Raises `ConfigError`."""
+        return parse(OrchestratorConfig, self.orchestrator_values(), "orchestrator")
+
     def dump(self) -> str:
         """YAML text that `parse_placement` reads back."""
         return str(yaml.safe_dump(_plain(self), sort_keys=False, width=110))
@@ -165,14 +181,28 @@ def _from_document(document: LocatedYaml) -> PlacementFile:
             _with_limits(document, index, item) for index, item in enumerate(values["instances"])
         ]
     placement = dataclasses.replace(document, values=values).into(Placement)
+    _check_orchestrator(document, placement)
     for index, instance in enumerate(placement.instances):
-        if instance.node not in (None, *(node.name for node in placement.nodes)):
-            continue  # refused by the check, with the names that there are
+        if not placement.nodes or instance.node not in (None, *(node.name for node in placement.nodes)):
+            continue  # refused by the check
         try:
             parse(EngineConfig, placement.engine_values(index), f"{ROOT}.instances[{index}]")
         except ConfigError as error:
             raise document.relocated(error) from None
     return PlacementFile(placement, document)
+
+
+def _check_orchestrator(document: LocatedYaml, placement: Placement) -> None:
+    section = placement.orchestrator or {}
+    for key in ("model", "instances"):
+        if key in section:
+            raise ConfigError(
+                document.located(("orchestrator", key), "is the placement's own and cannot be given here")
+            )
+    try:
+        parse(OrchestratorConfig, {"model": placement.model, **section}, f"{ROOT}.orchestrator")
+    except ConfigError as error:
+        raise document.relocated(error) from None
 
 
 def _with_limits(document: LocatedYaml, index: int, item: Any) -> Any:

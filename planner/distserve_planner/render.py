@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from distserve.core.parsing import to_mapping
+from distserve.serving.orchestrator_config import MODEL_PARAMETER
 from distserve.serving.schema import (
     ORCHESTRATOR_INPUTS,
     ORCHESTRATOR_OUTPUTS,
@@ -97,20 +98,8 @@ def _orchestrator_config(placement: Placement) -> Any:
     config = _model_config(ORCHESTRATOR, ORCHESTRATOR_INPUTS, ORCHESTRATOR_OUTPUTS)
     config.model_transaction_policy.decoupled = True
     config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
-    config.parameters["orchestrator"].string_value = _compact(orchestrator_settings(placement))
+    config.parameters[MODEL_PARAMETER].string_value = _compact(to_mapping(placement.orchestrator_config()))
     return config
-
-
-def orchestrator_settings(placement: Placement) -> dict[str, Any]:
-    """The orchestrator's parameter: its model, its instances, and the placement's `orchestrator` section."""
-    instances = []
-    for name, instance in zip(placement.names, placement.instances, strict=True):
-        entry: dict[str, Any] = {"name": name, "role": instance.role}
-        node = placement.node_of(instance)
-        if node != placement.nodes[0]:
-            entry["url"] = f"{node.host}:{node.grpc_port}"
-        instances.append(entry)
-    return {"model": placement.model, "instances": instances, **(placement.orchestrator or {})}
 
 
 def _model_config(name: str, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]) -> Any:

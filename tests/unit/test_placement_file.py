@@ -125,6 +125,18 @@ def test_dump_reads_back_the_same() -> None:
         ("role: decode", "role: prefill", "no instance can decode; add one with 'role: decode'"),
         ("role: prefill", "role: decode", "no instance can prefill"),
         ("num_blocks: 64", "max_context: 513", "p.yaml:9: instances[1].max_context: 513: the model has 512"),
+        ("num_blocks: 64", "lease_s: 5", "p.yaml:9: instances[1].lease_s: 5: must be at least three times"),
+        (
+            "num_blocks: 64",
+            "heartbeat_s: 5",
+            "p.yaml:9: instances[1].heartbeat_s: 5: must be the orchestrator's",
+        ),
+        (
+            "model:",
+            "orchestrator: {lane: 2}\nmodel:",
+            "p.yaml:2: orchestrator: unknown key 'lane'; did you mean",
+        ),
+        ("model:", "orchestrator: {lanes: 0}\nmodel:", "p.yaml:2: orchestrator: lanes=0: must be at least 1"),
         ("kv_bytes: 1048576", "kv_bytes: 9876543210", "node node0 has 1.00 GiB"),
         ("kv_bytes: 1048576", "kv_bytes: 9876543210", "prefill_0 9.20 GiB"),
     ],

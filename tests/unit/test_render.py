@@ -112,7 +112,7 @@ instances:
         "b/decode_0/1",
     }
     settings = model_config(files["a/orchestrator/config.pbtxt"]).parameters["orchestrator"].string_value
-    assert json.loads(settings)["instances"][1]["url"] == "10.0.0.2:8001"
+    assert json.loads(settings)["instances"][1]["address"] == "10.0.0.2:8001"
     engine = json.loads(model_config(files["b/decode_0/config.pbtxt"]).parameters["engine"].string_value)
     assert (engine["transfer_host"], engine["transfer_secret_file"]) == ("10.0.0.2", "/etc/secret")
 
