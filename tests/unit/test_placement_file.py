@@ -136,6 +136,7 @@ def test_dump_reads_back_the_same() -> None:
             "orchestrator: {lane: 2}\nmodel:",
             "p.yaml:2: orchestrator: unknown key 'lane'; did you mean",
         ),
+        ("model:", "orchestrator: {model: x}\nmodel:", "p.yaml:2: orchestrator.model: is the"),
         ("model:", "orchestrator: {lanes: 0}\nmodel:", "p.yaml:2: orchestrator: lanes=0: must be at least 1"),
         ("kv_bytes: 1048576", "kv_bytes: 9876543210", "node node0 has 1.00 GiB"),
         ("kv_bytes: 1048576", "kv_bytes: 9876543210", "prefill_0 9.20 GiB"),
