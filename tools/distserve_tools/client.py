@@ -1,0 +1,218 @@
+"""A small streaming client of the orchestrator, over gRPC. Synchronous; one object may serve many threads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from distserve.serving.schema import ERROR_CODES
+
+_OUTPUTS = (
+    "text_output",
+    "output_ids",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "stage_times",
+)
+
+
+class RequestError(RuntimeError):
+    """The server refused or failed a request. `code` is one of the schema's `ERROR_CODES`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One message of a generation. The fields after `token_ids` come with the last one."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    stage_times: Mapping[str, Any] = field(default_factory=dict)  # seconds
+    received_s: float = 0.0  # `time.monotonic()`
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole generation, with the moments at which its request left and its messages with tokens came."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    stage_times: Mapping[str, Any]
+    sent_s: float
+    token_s: tuple[float, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending to the first token's message."""
+        return self.token_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """(last token - first token) / (n - 1); 0 for one token."""
+        count = len(self.token_ids)
+        return (self.token_s[-1] - self.token_s[0]) / (count - 1) if count > 1 else 0.0
+
+
+class Client:
+    """Talks to one server's orchestrator at `url` (host:port of its gRPC endpoint)."""
+
+    def __init__(self, url: str, model: str = "orchestrator") -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(url, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._model = model
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        timeout_s: float = 600.0,
+        stream: bool = True,
+        **sampling: Any,
+    ) -> Iterator[Chunk]:
+        """Generates from a text or from token ids; `sampling` as in `sampling_parameters`.
+
+        Closing the iterator early cancels the request. Raises `RequestError`.
+        """
+        request = service_pb2.ModelInferRequest(model_name=self._model)
+        if isinstance(prompt, str):
+            _add_text(request, "text_input", prompt)
+        else:
+            _add(request, "input_ids", "INT32", len(prompt), np.asarray(prompt, np.int32).tobytes())
+        _add_text(request, "sampling_parameters", json.dumps(sampling))
+        for name, value in (("stream", stream), ("exclude_input_in_output", True)):
+            _add(request, name, "BOOL", 1, bytes([value]))
+        for response in self._responses(request, _OUTPUTS, timeout_s):
+            yield _chunk(response)
+
+    def complete(
+        self, prompt: str | Sequence[int], timeout_s: float = 600.0, stream: bool = True, **sampling: Any
+    ) -> Completion:
+        """Like `stream`, gathered. Raises `RequestError`, also for an end without a finish reason."""
+        sent_s = time.monotonic()
+        return gather(self.stream(prompt, timeout_s, stream, **sampling), sent_s)
+
+    def control(self, op: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
+        """A control operation of the orchestrator, such as `status`. Raises `RequestError`."""
+        request = service_pb2.ModelInferRequest(model_name=self._model)
+        _add_text(request, "control", json.dumps({"op": op, **arguments}))
+        for response in self._responses(request, ("control_output",), timeout_s):
+            answer: dict[str, Any] = json.loads(_outputs(response)["control_output"][4:])
+            return answer
+        raise RequestError("UNAVAILABLE", f"no answer to {op!r}")
+
+    def _responses(self, request: Any, outputs: Sequence[str], timeout_s: float) -> Iterator[Any]:
+        tensor = service_pb2.ModelInferRequest.InferRequestedOutputTensor
+        request.outputs.extend(tensor(name=name) for name in outputs)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        try:
+            for message in call:
+                if message.error_message:
+                    raise request_error(message.error_message)
+                yield message.infer_response
+        except grpc.RpcError as error:
+            raise RequestError(error.code().name, error.details() or "") from None
+        finally:
+            call.cancel()
+
+
+def gather(chunks: Iterator[Chunk], sent_s: float) -> Completion:
+    """Puts the chunks of one generation together."""
+    text = ""
+    ids: list[int] = []
+    times: list[float] = []
+    for chunk in chunks:
+        text += chunk.text
+        ids += chunk.token_ids
+        if chunk.token_ids:
+            times.append(chunk.received_s)
+        if chunk.finish_reason is not None:
+            return Completion(
+                text,
+                tuple(ids),
+                chunk.finish_reason,
+                chunk.prompt_tokens,
+                chunk.completion_tokens,
+                chunk.stage_times,
+                sent_s,
+                tuple(times),
+            )
+    raise RequestError("INTERNAL", "the generation ended without its last message")
+
+
+def request_error(text: str) -> RequestError:
+    """In a stream Triton drops the status of an error, so the orchestrator writes the code into the text."""
+    for code in ERROR_CODES:
+        head, found, rest = text.partition(f"{code}: ")
+        if found and len(head) < 40:
+            return RequestError(code, rest)
+    return RequestError("INTERNAL", text)
+
+
+def _chunk(response: Any) -> Chunk:
+    raw = _outputs(response)
+    reason = _text(raw.get("finish_reason", b""))
+    times = _text(raw.get("stage_times", b""))
+    return Chunk(
+        text=_text(raw.get("text_output", b"")),
+        token_ids=tuple(np.frombuffer(raw.get("output_ids", b""), np.int32).tolist()),
+        finish_reason=reason or None,
+        prompt_tokens=_number(raw.get("prompt_tokens", b"")),
+        completion_tokens=_number(raw.get("completion_tokens", b"")),
+        stage_times=json.loads(times) if times else {},
+        received_s=time.monotonic(),
+    )
+
+
+def _outputs(response: Any) -> dict[str, bytes]:
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {tensor.name: raw for tensor, raw in pairs}
+
+
+def _text(raw: bytes) -> str:
+    """The first element of a BYTES tensor: a length, then that many bytes."""
+    return raw[4 : 4 + int.from_bytes(raw[:4], "little")].decode()
+
+
+def _number(raw: bytes) -> int:
+    return int.from_bytes(raw[:4], "little")
+
+
+def _add(request: Any, name: str, dtype: str, size: int, raw: bytes) -> None:
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=dtype, shape=[size])
+    request.inputs.append(tensor)
+    request.raw_input_contents.append(raw)
+
+
+def _add_text(request: Any, name: str, text: str) -> None:
+    data = text.encode()
+    _add(request, name, "BYTES", 1, len(data).to_bytes(4, "little") + data)
