@@ -122,7 +122,8 @@ class DecodeSet:
         done = []
         while self._finish and self._finish[0][0] <= self.step:
             entry = heapq.heappop(self._finish)
-            if not self._stale(entry):
+            # a preempted request that came back may finish at the step that its first entry says
+            if not self._stale(entry) and entry[2] not in done:
                 done.append(entry[2])
         return done
 
