@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from distserve.core.parsing import ConfigError
 from distserve_planner.coefficients import DecodePiece, Degree, HeadCost, PrefillPiece
+from distserve_planner.least_squares import relative_nnls
 
 # q / (q + p) of OPT-13B's prefill and decode times at tp = 1, 2, 4 on A100 (distserve.md coefficients).
 SERIAL_SHARE = 0.2
@@ -161,10 +161,7 @@ def _fit_split(rows: NDArray[np.float64], times: NDArray[np.float64], tp: int) -
     sound = times > 0
     if not sound.any():
         return (0.0,) * (rows.shape[1] // 2)
-    weighted = rows[sound] / times[sound, None]
-    scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
-    solution, _ = nnls(weighted / scale, np.ones(int(sound.sum())))
-    stays, divides = np.split(solution / scale, 2)
+    stays, divides = np.split(relative_nnls(rows[sound], times[sound]), 2)
     return tuple(float(q + p / tp) for q, p in zip(stays, divides, strict=True))
 
 

@@ -126,7 +126,8 @@ class JointLengths:
     def _kept(self, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
         if self.max_total_tokens is None:
             return pairs
-        return pairs[pairs.sum(axis=1) < self.max_total_tokens]
+        kept: NDArray[np.int64] = pairs[pairs.sum(axis=1) < self.max_total_tokens]
+        return kept
 
     def _pairs(self, scores: NDArray[np.float64]) -> NDArray[np.int64]:
         rho = self.correlation
