@@ -63,7 +63,7 @@ SAMPLING_KEYS: tuple[str, ...] = (
     "top_k",  # int; 0 means all
     "top_p",  # float in (0, 1]
     "min_p",  # float in [0, 1]
-    "seed",  # int in [0, 2**63): always there, the orchestrator draws one for a request without
+    "seed",  # int in [0, 2**64): always there, the orchestrator draws one for a request without
     "repetition_penalty",  # float > 0; 1 is none; over prompt and output
     "presence_penalty",  # float in [-2, 2]; over output
     "frequency_penalty",  # float in [-2, 2]; over output

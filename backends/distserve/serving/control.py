@@ -1,0 +1,115 @@
+"""Operations on a running orchestrator, sent as JSON in the `control` tensor.
+
+``{"op": "status"}``; ``{"op": "attach", "instance": {"name", "role", "address"?}, "wait_s"?}``, which
+also takes a draining instance back; ``{"op": "drain", "instance": name, "remove"?: bool}``: no new
+requests go there, what is there ends in peace, and ``status`` says when it is ``drained``. With
+``remove`` a drained instance is forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from distserve.core.parsing import ConfigError, nearest, parse
+from distserve.serving.orchestrator import Orchestrator
+from distserve.serving.orchestrator_config import InstanceSpec
+from distserve.serving.params import invalid
+from distserve.serving.schema import ServingError
+
+MAX_WAIT_S = 60.0
+
+
+async def run_control(orchestrator: Orchestrator, text: str) -> str:
+    """Carry out one operation; the answer is JSON with ``"ok": true``.
+
+    Raises:
+        ServingError: INVALID_ARGUMENT, NOT_FOUND or FAILED_PRECONDITION; nothing has changed then.
+    """
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid("control", text, f"must be a JSON object ({error})") from None
+    if not isinstance(call, dict) or not isinstance(call.get("op"), str):
+        raise invalid("control", text, "must be a JSON object with 'op'")
+    operation = _OPERATIONS.get(call["op"])
+    if operation is None:
+        message = f"control.op={call['op']!r}: unknown operation{nearest(call['op'], _OPERATIONS)}"
+        raise ServingError("INVALID_ARGUMENT", message)
+    known, run = operation
+    for key in call:
+        if key != "op" and key not in known:
+            raise ServingError("INVALID_ARGUMENT", f"control: unknown key '{key}'{nearest(key, known)}")
+    return json.dumps({"ok": True, **await run(orchestrator, call)})
+
+
+async def _status(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str, Any]:
+    fleet, router = orchestrator.fleet, orchestrator.router
+    limits = fleet.limits()
+    return {
+        "ready": orchestrator.ready,
+        "stopping": orchestrator.stopping,
+        "epoch": orchestrator.epoch,
+        "model": orchestrator.config.model,
+        "model_hash": fleet.model_hash,
+        "requests": len(orchestrator.sessions),
+        "queued": len(router),
+        "queued_tokens": router.waiting_tokens,
+        "handoffs": router.handoffs,
+        "max_prompt": limits.max_prompt if limits else None,
+        "max_total": limits.max_total if limits else None,
+        "instances": fleet.describe(),
+    }
+
+
+async def _attach(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        spec = parse(InstanceSpec, call.get("instance"), "control.instance")
+    except ConfigError as error:
+        raise ServingError("INVALID_ARGUMENT", str(error)) from None
+    wait_s = call.get("wait_s", 5.0)
+    if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 <= wait_s <= MAX_WAIT_S:
+        raise invalid("control.wait_s", wait_s, f"must be a number in [0, {MAX_WAIT_S:g}]")
+    link = orchestrator.fleet.links.get(spec.name)
+    if link is None:
+        link = orchestrator.add_link(spec)
+    elif link.spec != spec:
+        message = (
+            f"control.instance={spec.name!r}: already attached as {link.spec}; drain it with remove first"
+        )
+        raise ServingError("FAILED_PRECONDITION", message)
+    link.draining = False
+    attached = link
+    await orchestrator.wait_for_change(lambda: attached.up, float(wait_s))
+    return {"instance": spec.name, "up": link.up, "reason": link.reason}
+
+
+async def _drain(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str, Any]:
+    name, remove = call.get("instance"), call.get("remove", False)
+    if not isinstance(remove, bool):
+        raise invalid("control.remove", remove, "must be true or false")
+    links = orchestrator.fleet.links
+    link = links.get(name) if isinstance(name, str) else None
+    if link is None:
+        raise ServingError("NOT_FOUND", f"control.instance={name!r}: not attached{nearest(str(name), links)}")
+    if remove and not (link.idle and (link.draining or not link.up)):
+        message = (
+            f"control.remove: {name} still has {len(link.targets)} requests and {len(link.leases)} leases"
+        )
+        if link.idle:
+            message = f"control.remove: {name} is not being drained; drain it first"
+        raise ServingError("FAILED_PRECONDITION", message)
+    link.draining = True
+    if remove:
+        del links[link.name]
+        await link.stop()
+    return {"instance": link.name, "drained": link.idle, "removed": remove}
+
+
+_Run = Callable[[Orchestrator, Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+_OPERATIONS: Mapping[str, tuple[tuple[str, ...], _Run]] = {
+    "status": ((), _status),
+    "attach": (("instance", "wait_s"), _attach),
+    "drain": (("instance", "remove"), _drain),
+}

@@ -1,0 +1,94 @@
+"""Configuration of one orchestrator, as the planner writes it into the model's `orchestrator` parameter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from distserve.core.config import Role
+from distserve.core.parsing import ConfigError, nearest, parse
+
+MODEL_PARAMETER = "orchestrator"
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """One instance: a model of this server, or of the one with its gRPC at ``address`` (host:port)."""
+
+    name: str
+    role: Role
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("name='': must be the name of a Triton model")
+        if self.address is not None:
+            host, _, port = self.address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ConfigError(f"address={self.address!r}: must be host:port")
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig:
+    """Times are seconds. ``instances`` may grow and shrink later by `attach` and `drain`."""
+
+    model: str  # a folder, or cache:NAME; for the tokenizer and the end tokens
+    instances: tuple[InstanceSpec, ...] = ()
+    max_queue: int = 1024  # requests waiting for a prefill instance; the next one is refused
+    max_text_bytes: int = 4 << 20  # of one prompt
+    request_timeout_s: float = 600.0  # from arrival to the final response
+    hop_timeout_s: float = 120.0  # of one stage without any sign of the request
+    heartbeat_s: float = 1.0  # how long an instance holds a poll open
+    silence_s: float = 4.0  # heartbeat overdue by this much: the instance is taken for dead
+    call_timeout_s: float = 5.0  # of any other call
+    unavailable_after_s: float = 8.0  # without a live instance of a needed role, requests fail
+    lease_renew_s: float = 3.0  # below a third of the instances' lease_s
+    max_recoveries: int = 4  # continuations of one request after failures of instances
+    drain_s: float = 30.0  # on unload: how long running requests may go on
+    lanes: int = 4  # threads that send responses
+    cancel_check_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "max_text_bytes", "lanes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_recoveries < 0:
+            raise ConfigError(f"max_recoveries={self.max_recoveries}: must be at least 0")
+        for name in (
+            "request_timeout_s",
+            "hop_timeout_s",
+            "heartbeat_s",
+            "silence_s",
+            "call_timeout_s",
+            "unavailable_after_s",
+            "lease_renew_s",
+            "cancel_check_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
+        names = [spec.name for spec in self.instances]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"instances: {name!r} is named twice")
+
+    @classmethod
+    def load(cls, text: str, where: str = MODEL_PARAMETER) -> OrchestratorConfig:
+        """Parses the JSON of the model parameter; unknown keys are refused by name (`ConfigError`)."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: not JSON ({error})") from None
+        return parse(cls, values, where)
+
+
+def model_parameter(parameters: object, key: str) -> str:
+    """The string value of parameter ``key`` in a Triton model configuration's ``parameters`` (JSON form).
+
+    Raises `ConfigError` naming what is there if it is missing.
+    """
+    entries = parameters if isinstance(parameters, dict) else {}
+    entry = entries.get(key)
+    if not isinstance(entry, dict) or not isinstance(entry.get("string_value"), str):
+        raise ConfigError(f"config.pbtxt: parameter '{key}' is missing{nearest(key, entries)}")
+    value: str = entry["string_value"]
+    return value
