@@ -1,0 +1,102 @@
+"""One engine put together: model, KV pool, scheduler, role, loop and mailbox."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from distserve.core.blocks import BlockManager
+from distserve.core.config import EngineConfig
+from distserve.core.model_config import ModelConfig, resolve_model
+from distserve.core.scheduler import Limits
+from distserve.core.unified_scheduler import UnifiedScheduler
+from distserve.engine.admission import Admission, Bounds
+from distserve.engine.connection import FrameConnection
+from distserve.engine.inbox import Inbox
+from distserve.engine.loop import EngineLoop
+from distserve.engine.mailbox import Mailbox
+from distserve.engine.ops import Op
+from distserve.engine.roles import Role, UnifiedRole
+from distserve.engine.status import Load, status_fields
+from distserve.models.fingerprint import model_fingerprint
+from distserve.worker.device import bind_device, parse_device
+from distserve.worker.executor import make_executor
+
+OWNER_PATIENCE = 3
+"""An owner is given up after so many lease times without a poll."""
+
+
+class Engine:
+    """Everything of one instance but its socket.
+
+    Loads the model and allocates the pool; raises `ConfigError` for what cannot be.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._started_s = clock()
+        bind_device(parse_device(config.devices[0]))
+        folder = resolve_model(config.model)
+        model = ModelConfig.load(folder)
+        self._executor = make_executor(config, model)
+        blocks = BlockManager(self._executor.num_blocks, config.block_size)
+        self._bounds = Bounds.of(config, model, blocks.num_blocks)
+        self._inbox: Inbox[Op] = Inbox()
+        epoch = secrets.randbits(53)
+        self.identity: dict[str, Any] = {
+            "instance": config.instance,
+            "role": config.role,
+            "epoch": epoch,
+            "model_hash": model_fingerprint(folder),
+            "max_context": self._bounds.max_context,
+            "block_size": config.block_size,
+            "blocks_total": blocks.num_blocks,
+            "max_batch_size": config.max_batch_size,
+            "attention": self._executor.attention,
+            "pid": os.getpid(),
+        }
+        self._role = make_role(config, blocks)
+        self._loop = EngineLoop(self._role, self._executor, self._inbox, clock)
+
+    def stop(self, reason: str) -> None:
+        """Ends `run` after the current step. From any thread or a signal handler."""
+        self._inbox.stop(reason)
+
+    def run(self, sock: socket.socket, flush_s: float) -> str:
+        """Serves the stub at the other end of `sock` until it is gone or `stop`; returns the reason.
+
+        Raises what makes the engine unable to go on.
+        """
+        mailbox = Mailbox(
+            FrameConnection(sock),
+            self._inbox,
+            Admission(self._bounds),
+            self._status,
+            self._loop.load(),
+            epoch=self.identity["epoch"],
+            max_queue=self._config.max_queue,
+            heartbeat_s=self._config.heartbeat_s,
+            owner_timeout_s=OWNER_PATIENCE * self._config.lease_s,
+            credit_step=max(1, self._config.max_batch_tokens // 2),
+            clock=self._clock,
+        )
+        mailbox.start()
+        try:
+            return self._loop.run(mailbox)
+        finally:
+            mailbox.close(flush_s)
+            self._role.close()
+            self._executor.close()
+
+    def _status(self, load: Load) -> dict[str, Any]:
+        return status_fields(self.identity, load, self._loop.counters, self._started_s, self._clock())
+
+
+def make_role(config: EngineConfig, blocks: BlockManager) -> Role:
+    limits = Limits.of(config)
+    return UnifiedRole(UnifiedScheduler(limits, blocks, config.policy), blocks)
