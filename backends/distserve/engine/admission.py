@@ -80,8 +80,8 @@ class Admission:
         )
         params = self._sampling(entry.get("sampling"))
         deadline = entry.get("deadline_s")
-        if deadline is not None and not (_is_number(deadline) and deadline > 0):
-            raise _invalid(f"deadline_s={deadline!r}: must be a number of seconds above 0")
+        if deadline is not None and not (_is_number(deadline) and deadline >= 0):
+            raise _invalid(f"deadline_s={deadline!r}: must be a number of seconds, 0 or more")
         return EngineRequest(
             id=entry_id(entry),
             owner=owner,
@@ -113,10 +113,10 @@ class Admission:
         stored = prompt + output if bounds.role == "prefill" else total
         need = blocks_for(stored, bounds.block_size)
         if need > bounds.num_blocks:
-            raise ServingError(
-                "RESOURCE_EXHAUSTED",
+            # not RESOURCE_EXHAUSTED, which means that a later attempt may succeed
+            raise _invalid(
                 f"prompt of {prompt} tokens and max_tokens={max_tokens}: {need} KV blocks of "
-                f"{bounds.block_size} tokens are needed, the {bounds.role} instance has {bounds.num_blocks}",
+                f"{bounds.block_size} tokens are needed, the {bounds.role} instance has {bounds.num_blocks}"
             )
 
     def _handle(self, wire: Any, prompt: list[int], output: list[int]) -> Handle | None:
@@ -177,7 +177,7 @@ def entry_id(entry: Any) -> str:
     """The id of a `submit` entry. Raises `ServingError` (INVALID_ARGUMENT)."""
     id = entry.get("id") if isinstance(entry, dict) else None
     if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
-        raise _invalid(f"requests: id={id!r}: must be a string of 1 to {MAX_ID_CHARS} characters")
+        raise _invalid(f"requests: id={str(id)[:100]!r}: must be a string of 1 to {MAX_ID_CHARS} characters")
     return id
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from distserve.engine.requests import Event, Owner
@@ -61,9 +62,7 @@ class OwnerLog:
 
     def unseen(self) -> list[dict[str, Any]]:
         """The oldest events, as many as one reply takes."""
-        if len(self.events) <= EVENTS_PER_REPLY:
-            return list(self.events)
-        return [self.events[i] for i in range(EVENTS_PER_REPLY)]
+        return list(islice(self.events, EVENTS_PER_REPLY))
 
     def give_up(self, reason: ServingError) -> None:
         """Replaces everything by one error per live id: all that a caller that comes back has to know."""
