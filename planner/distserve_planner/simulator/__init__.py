@@ -1,0 +1,1 @@
+"""Event-driven simulation of a deployment: the engine's schedulers under another clock."""

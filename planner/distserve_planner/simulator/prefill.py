@@ -1,0 +1,127 @@
+"""A prefill instance in the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distserve.core.batch import Batch
+from distserve.core.blocks import CountingBlocks
+from distserve.core.prefill_scheduler import PrefillScheduler
+from distserve_planner.simulator.clock import Clock
+from distserve_planner.simulator.records import Records, Tracked
+from distserve_planner.simulator.spec import InstanceSpec
+
+
+class PrefillInstance:
+    """Batches pass the pp stages one behind the other; a longer batch ahead makes a bubble behind it."""
+
+    __slots__ = (
+        "_clock", "_latency", "_prefilled", "_records", "_stage_free", "_wants_work", "busy", "busy_s",
+        "index", "scheduler", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        spec: InstanceSpec,
+        clock: Clock,
+        records: Records,
+        prefilled: Callable[[PrefillInstance, Tracked], None],
+        wants_work: Callable[[], None] | None,
+    ) -> None:
+        """prefilled: takes a request with its first token. wants_work: called when a batch left the queue."""
+        self.index = index
+        self.scheduler = PrefillScheduler(spec.limits, CountingBlocks(spec.num_blocks, spec.block_size))
+        self.work = 0  # tokens waiting and in computation
+        self.busy = False  # the first stage
+        self.busy_s = 0.0  # of the slowest stage
+        self._latency = spec.latency
+        self._clock = clock
+        self._records = records
+        self._prefilled = prefilled
+        self._wants_work = wants_work
+        self._stage_free = [0.0] * spec.latency.pp
+
+    def offer(self, request: Tracked) -> None:
+        self.scheduler.add(request)
+        self.work += request.prompt_len
+        if not self.busy:
+            self.begin()
+
+    def begin(self) -> None:
+        """Starts the next batch if the first stage is free and there is memory."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return
+        tokens = squares = 0
+        now = self._clock.now
+        started = self._records.started
+        for item in batch.prefill:
+            length = item.num_tokens
+            tokens += length
+            squares += length * length
+            started[item.request.index] = now  # type: ignore[attr-defined]
+        count = len(batch.prefill)
+        stage = self._latency.prefill_stage_s(tokens, squares, count)
+        self.busy = True
+        self.busy_s += stage
+        if len(self._stage_free) == 1:
+            self._clock.at(now + stage, self._end, batch)
+        else:
+            self._pass_stages(now, stage, tokens, squares, count, batch)
+        if self._wants_work is not None:
+            self._wants_work()
+
+    def _pass_stages(
+        self, now: float, stage: float, tokens: int, squares: int, count: int, batch: Batch
+    ) -> None:
+        free = self._stage_free
+        latency = self._latency
+        pp = len(free)
+        total = latency.prefill_total_s(tokens, squares, count)
+        hop = latency.hop_s(tokens)
+        # the way through an empty pipeline takes `total`; stages before the last take an equal share of it
+        share = (total - (pp - 1) * hop) / pp
+        leaves = now + stage
+        free[0] = leaves
+        self._clock.at(leaves, self._first_stage_free, None)
+        leaves = now + share
+        for index in range(1, pp):
+            enters = leaves + hop
+            if free[index] > enters:
+                enters = free[index]
+            leaves = enters + share
+            free[index] = enters + stage
+        self._clock.at(leaves, self._pipeline_end, batch)
+
+    def _first_stage_free(self, _: None) -> None:
+        self.busy = False
+        self.begin()
+
+    def _pipeline_end(self, batch: Batch) -> None:
+        self._book(batch)
+        if not self.busy:
+            self.begin()  # blocks of ended requests may have made room
+
+    def _end(self, batch: Batch) -> None:
+        self.busy = False
+        self._book(batch)
+        if not self.busy:
+            self.begin()
+
+    def _book(self, batch: Batch) -> None:
+        scheduler = self.scheduler
+        scheduler.complete(batch)
+        now = self._clock.now
+        first = self._records.first
+        for item in batch.prefill:
+            request = item.request
+            self.work -= request.prompt_len
+            first[request.index] = now  # type: ignore[attr-defined]
+            self._prefilled(self, request)  # type: ignore[arg-type]
+
+    def release(self, request: Tracked) -> None:
+        """The KV has been pulled: its blocks are free for new prompts."""
+        self.scheduler.release(request)
+        if not self.busy and self.scheduler.waiting:
+            self.begin()
