@@ -30,9 +30,10 @@ from distserve_tools.server_files import Installation, find_installation, server
 
 _SHM = Path("/dev/shm")
 _PORT_TRIES = 3
+_SIGN_OF_LIFE_S = 10.0
 
 Progress = Callable[[Mapping[str, str]], None]
-"""Called with the state of each model ("loading", "ready") whenever one changes."""
+"""Called with the state of each model ("loading", "ready") whenever one changes, and every ten seconds."""
 
 
 class ServerStartError(RuntimeError):
@@ -236,11 +237,12 @@ class TritonServer:
 
     def _wait_ready(self, deadline: float) -> None:
         states: dict[str, str] = {}
+        reported_s = time.monotonic()
         while True:
             assert self._process is not None
             found = server_log.model_states(self.log_path)
-            if found != states:
-                states = found
+            if found != states or time.monotonic() - reported_s > _SIGN_OF_LIFE_S:
+                states, reported_s = found, time.monotonic()
                 if self._progress is not None:
                     self._progress(states)
             if self._process.poll() is not None:

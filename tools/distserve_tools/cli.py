@@ -1,0 +1,21 @@
+"""The `distserve` command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distserve_planner.command_line import Command, dispatch
+
+COMMANDS = (
+    Command("demo", "distserve_tools.demo", "stream one answer through a whole deployment, then stop it"),
+    Command("serve", "distserve_tools.serve", "run a model repository until it is stopped"),
+    Command("status", "distserve_tools.status", "live table of the instances of a running server"),
+    Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
+    Command("openai", "distserve_tools.openai_api.command", "OpenAI API in front of a running server"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    about = "Runs and examines disaggregated LLM serving on Triton."
+    return dispatch("distserve", about, COMMANDS, argv)

@@ -1,0 +1,38 @@
+"""Whether a server can take requests: the orchestrator's `status`, which also starts its poll loops."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from distserve_tools.client import Client, RequestError
+
+_PAUSE_S = 0.2
+
+
+class NotServingError(RuntimeError):
+    """Instances are missing or do not fit together; the message has a line per instance."""
+
+
+def wait_until_serving(client: Client, timeout_s: float) -> dict[str, Any]:
+    """Asks until every instance is usable; returns the orchestrator's `status`.
+
+    Raises `NotServingError` with the reason that each unusable instance gives.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status: dict[str, Any] = {}
+        try:
+            status = client.control("status", timeout_s=max(1.0, min(10.0, deadline - time.monotonic())))
+            problems = [_problem(entry) for entry in status["instances"] if not entry["usable"]]
+            if not problems:
+                return status
+        except RequestError as error:
+            problems = [f"orchestrator: {error}"]
+        if time.monotonic() > deadline:
+            raise NotServingError("\n".join(["not every instance can be used:", *problems]))
+        time.sleep(_PAUSE_S)
+
+
+def _problem(entry: dict[str, Any]) -> str:
+    return f"  {entry['instance']} ({entry['role']}): {entry.get('reason') or entry.get('phase')}"
