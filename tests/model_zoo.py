@@ -1,7 +1,8 @@
-"""Small random checkpoints of every supported family, made with transformers, and the logits it computes for them.
+"""Small random checkpoints of every supported family, made with transformers, and the logits it computes
+for them.
 
-Weights are scaled so that logits spread over several units: greedy tokens are then decided by clear gaps, and an
-error in any layer shows. Everything is deterministic.
+Weights are scaled so that logits spread over several units: greedy tokens are then decided by clear gaps,
+and an error in any layer shows. Everything is deterministic.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def _randomise(model: PreTrainedModel) -> None:
             weight.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.1)
             if name.endswith("bias"):
                 weight.normal_(0.0, 0.1)
-        elif "embed" in name or "wte" in name or "wpe" in name:
-            weight.normal_(0.0, 0.5)
+        elif "embed" in name or "wte" in name or "wpe" in name:  # 0.15: a tied head then repeats no tokens
+            weight.normal_(0.0, 0.15)
         else:
             weight.normal_(0.0, 1.2 / weight.shape[-1 if "gpt2" not in model.config.model_type else 0] ** 0.5)
 

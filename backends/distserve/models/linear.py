@@ -1,14 +1,13 @@
 """One linear layer, with its weight in the form (or the two forms) that this host multiplies fastest.
 
-Measured on one core, K = 768, N = 4096, fp32, microseconds per call, plain `F.linear` (MKL) | oneDNN packed:
+`PackedLinear` serves every row count best (its figures stand there), with one exception: where it has only
+oneDNN's form, MKL's plain fp32 product on Intel wins at one row (a whole decode step takes 33 ms instead of
+40) and, by a little, at many rows. Measured on one core of a Xeon, K = 768, N = 4096, fp32, microseconds
+per call:
 
-    rows            1           8            32            512
-    Intel   881 |  900   2596 | 1240   3009 | 2248   21.3 ms | 21.5 ms
-    AMD     947 |  796   1687 |  857   3764 | 2424   41.2 ms | 29.1 ms
-
-In bf16 packed wins for every row count on both (x1.1 to x2.7). So the packed form serves everything, with one
-exception: MKL's fp32 product on Intel at one row (a whole decode step is 19 % faster) and, by a little, at
-many.
+    rows                    1      8     32     512
+    F.linear (MKL)        881   2596   3009   21312
+    oneDNN packed         900   1240   2248   21500
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _BOTH_COPIES_SHARE = 0.25  # "auto" keeps two copies while both together stay be
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Which forms of a weight are kept, and which one serves a call.
+    """Which forms of a weight are kept.
 
-    `packed`: keep oneDNN's form. `plain`: keep the ordinary [N, K] form. With both, calls of 2 to 63 rows
-    use the packed one and the others the plain one.
+    `packed`: `PackedLinear` (off: the ordinary [N, K] form only). `plain`: the ordinary form beside
+    oneDNN's, for calls of one row or of 64 and more; the other packed forms need none beside them.
     """
 
     packed: bool = False
-    plain: bool = True
+    plain: bool = False
 
 
 def plan_linears(
@@ -52,9 +51,9 @@ def plan_linears(
 ) -> LinearPlan:
     """The plan for a rank that holds `weight_bytes` of linear weights on a host with `memory_bytes`.
 
-    `auto`: packed only, except for fp32 on Intel, where both are kept as long as that is small (a quarter
-    of the memory); `both`, `packed` and `off` force the choice. Devices other than CPUs, and fp16, use the
-    plain weight.
+    `auto`: packed, and for fp32 on Intel the plain form beside oneDNN's as long as both together are small (a
+    quarter of the memory); `both`, `packed` and `off` force the choice. Devices other than CPUs, and fp16,
+    use the plain weight.
     """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or prepack == "off":
         return LinearPlan()
@@ -78,24 +77,19 @@ def mkl_is_native() -> bool:
 
 
 class Linear:
-    """y = x W^T + b for x [M, K], W [N, K], b [N] or None."""
+    """y = x W^T + b for x [M, K], W [N, K], b [N] or None. `weight` is not kept unless the plan says so."""
 
-    __slots__ = ("_bias", "_packed", "_plain")
+    __slots__ = ("_bias", "_packed", "_plain", "forms")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, plan: LinearPlan | None = None) -> None:
         plan = plan or LinearPlan()
         packed = PackedLinear(weight, bias) if plan.packed else None
-        if packed is not None and packed.name == "torch":  # this build has no packed product
-            packed = None
-        self._packed = packed
-        self._plain = weight if plan.plain or packed is None else None
+        form = "torch" if packed is None else packed.name
+        both = form == "onednn" and plan.plain
+        self._packed = None if form == "torch" else packed  # "torch": nothing to pack with in this build
+        self._plain = weight if form == "torch" or both else None
         self._bias = bias
-
-    @property
-    def forms(self) -> str:
-        """What is kept: "packed", "plain" or "packed+plain"."""
-        kept = ["packed"] if self._packed is not None else []
-        return "+".join([*kept, *(["plain"] if self._plain is not None else [])])
+        self.forms = f"{form}+torch" if both else form  # for log and status
 
     def __call__(self, x: Tensor) -> Tensor:
         plain = self._plain
