@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distserve_kernels import memory
+
 
 @dataclass(frozen=True)
 class PageLayout:
@@ -37,6 +39,8 @@ class PageLayout:
             value_shape = (num_blocks, kv_heads, block_size, head_dim)
         else:
             key_shape = value_shape = (num_blocks, block_size, kv_heads, head_dim)
+        if device.type == "cpu":
+            return memory.zeros(key_shape, dtype), memory.zeros(value_shape, dtype)
         return (
             torch.zeros(key_shape, dtype=dtype, device=device),
             torch.zeros(value_shape, dtype=dtype, device=device),

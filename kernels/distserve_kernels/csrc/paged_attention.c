@@ -2,16 +2,19 @@
  *
  * K pages [block][kv_head][D][block_size], V pages [block][kv_head][block_size][D]; block_size is a multiple of 16.
  * Scores of 16 tokens fill one vector without horizontal sums; all query heads of a KV head (GQA) share each load of
- * K and V; the line at the same place of the next block is prefetched with every load. Softmax is online over chunks
- * (Milakov and Gimelshein, arXiv 1805.02867). */
+ * K and V. The heads of a block are walked together, because they lie together: long contiguous reads, with the same
+ * place some kilobytes ahead in the order of the walk prefetched into the second level cache alongside. Softmax is
+ * online over chunks (Milakov and Gimelshein, arXiv 1805.02867). */
 #include "vec.h"
 
 #include <math.h>
 #include <stddef.h>
 
-#define CHUNK 256      /* tokens whose scores are held at once */
-#define MAX_GROUP 8    /* query heads that share one pass over the pages */
+#define CHUNK 256          /* tokens whose scores are held at once */
+#define MAX_GROUP 8        /* query heads that share one load of K */
+#define MAX_ROWS 16        /* query heads of one walk, over all its KV heads */
 #define MAX_HEAD_DIM 256
+#define AHEAD_BYTES 16384  /* how far ahead of the loads to prefetch */
 
 #define T float
 #define FN(name) name##_float

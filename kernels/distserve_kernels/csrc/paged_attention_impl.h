@@ -1,51 +1,36 @@
 /* Included once per element type: T and FN(name) are set by paged_attention.c. No include guard, on purpose. */
 
-/* s[g][0..tokens) = q[g] . k[., token] for one block; `next` is prefetched alongside. */
+/* s[g][0..block_size) = q[g] . k[., token] for one head of one block; the same place at `next` is prefetched. */
 INLINE void FN(block_scores)(const T *k, const T *next, const float *q, int dim, int block_size, int group, float *s) {
     for (int t = 0; t < block_size; t += LANES) {
         v16f acc[MAX_GROUP];
         for (int g = 0; g < group; g++) acc[g] = splat(0);
         for (int d = 0; d < dim; d++) {
             v16f key = FN(load)(k + d * block_size + t);
-            __builtin_prefetch(next + d * block_size + t);
+            __builtin_prefetch(next + d * block_size + t, 0, 2);
             for (int g = 0; g < group; g++) acc[g] += key * q[g * MAX_HEAD_DIM + d];
         }
         for (int g = 0; g < group; g++) store_float(s + g * CHUNK + t, acc[g]);
     }
 }
 
-/* out[g][0..16 * vectors) += sum over tokens of p[g][token] * v[token][.], over the blocks of one chunk. */
-INLINE void FN(chunk_values)(const T *pages, size_t block_stride, const int32_t *blocks, int num_blocks, int tokens,
-                             int dim, int block_size, int group, int vectors, const float *p, float *out) {
+/* out[g][0..16 * vectors) += sum over tokens of p[g][token] * v[token][.], for one head of one block. */
+INLINE void FN(block_values)(const T *v, const T *next, int tokens, int dim, int group, int vectors, const float *p,
+                             float *out) {
     v16f acc[4][4];
     for (int g = 0; g < group; g++)
         for (int i = 0; i < vectors; i++) acc[g][i] = load_float(out + g * MAX_HEAD_DIM + i * LANES);
-    for (int b = 0; b < num_blocks; b++) {
-        const T *v = pages + blocks[b] * block_stride;
-        const T *next = pages + blocks[b + 1 < num_blocks ? b + 1 : b] * block_stride;
-        int here = tokens - b * block_size < block_size ? tokens - b * block_size : block_size;
-        for (int t = 0; t < here; t++) {
-            v16f value[4];
-            for (int i = 0; i < vectors; i++) {
-                value[i] = FN(load)(v + t * dim + i * LANES);
-                __builtin_prefetch(next + t * dim + i * LANES);
-            }
-            for (int g = 0; g < group; g++)
-                for (int i = 0; i < vectors; i++) acc[g][i] += value[i] * p[g * CHUNK + b * block_size + t];
+    for (int t = 0; t < tokens; t++) {
+        v16f value[4];
+        for (int i = 0; i < vectors; i++) {
+            value[i] = FN(load)(v + t * dim + i * LANES);
+            __builtin_prefetch(next + t * dim + i * LANES, 0, 2);
         }
+        for (int g = 0; g < group; g++)
+            for (int i = 0; i < vectors; i++) acc[g][i] += value[i] * p[g * CHUNK + t];
     }
     for (int g = 0; g < group; g++)
         for (int i = 0; i < vectors; i++) store_float(out + g * MAX_HEAD_DIM + i * LANES, acc[g][i]);
-}
-
-/* The last dim % 16 values. */
-static void FN(chunk_values_tail)(const T *pages, size_t block_stride, const int32_t *blocks, int tokens, int dim,
-                                  int block_size, int group, int width, const float *p, float *out) {
-    for (int t = 0; t < tokens; t++) {
-        const T *v = pages + blocks[t / block_size] * block_stride + (t % block_size) * dim;
-        for (int g = 0; g < group; g++)
-            for (int i = 0; i < width; i++) out[g * MAX_HEAD_DIM + i] += FN(widen)(v[i]) * p[g * CHUNK + t];
-    }
 }
 
 #define SCORES(n) \
@@ -56,26 +41,53 @@ static void FN(scores)(const T *k, const T *next, const float *q, int dim, int b
 #undef SCORES
 
 #define VALUES(n, m) \
-    case 10 * n + m: \
-        FN(chunk_values)(pages, block_stride, blocks, num_blocks, tokens, dim, block_size, n, m, p, out); break;
+    case 10 * n + m: FN(block_values)(v, next, tokens, dim, n, m, p, out); break;
 #define VALUES4(n) VALUES(n, 1) VALUES(n, 2) VALUES(n, 3) VALUES(n, 4)
-static void FN(values)(const T *pages, size_t block_stride, const int32_t *blocks, int num_blocks, int tokens, int dim,
-                       int block_size, int group, int vectors, const float *p, float *out) {
+static void FN(values_part)(const T *v, const T *next, int tokens, int dim, int group, int vectors, const float *p,
+                            float *out) {
     switch (10 * group + vectors) { VALUES4(1) VALUES4(2) VALUES4(3) VALUES4(4) }
 }
 #undef VALUES
 #undef VALUES4
 
+/* As block_values, for any group and any head dimension: in parts of 4 heads by 64 values, then the last dim % 16. */
+static void FN(values)(const T *v, const T *next, int tokens, int dim, int group, const float *p, float *out) {
+    const int whole = dim / LANES * LANES;
+    for (int d = 0; d < whole; d += 4 * LANES) {
+        const int vectors = (whole - d) / LANES < 4 ? (whole - d) / LANES : 4;
+        for (int g = 0; g < group; g += 4)
+            FN(values_part)(v + d, next + d, tokens, dim, group - g < 4 ? group - g : 4, vectors, p + g * CHUNK,
+                            out + g * MAX_HEAD_DIM + d);
+    }
+    for (int t = 0; t < tokens && whole < dim; t++)
+        for (int g = 0; g < group; g++)
+            for (int d = whole; d < dim; d++) out[g * MAX_HEAD_DIM + d] += FN(widen)(v[t * dim + d]) * p[g * CHUNK + t];
+}
+
+/* Where a walk over a sequence's chunk is: K blocks first, then V blocks. `page(i)` stays inside, so that a prefetch
+ * past the end asks for a line that is there anyway. */
+typedef struct {
+    const T *key_pages, *value_pages;
+    const int32_t *table;
+    size_t stride, offset;
+    int blocks;
+} FN(walk);
+
+INLINE const T *FN(page)(const FN(walk) *w, int i) {
+    if (i >= 2 * w->blocks) i = 2 * w->blocks - 1;
+    return (i < w->blocks ? w->key_pages : w->value_pages) + w->table[i % w->blocks] * w->stride + w->offset;
+}
+
 /* Masks scores outside [low, tokens), turns them into probabilities and rescales what was accumulated so far. */
-INLINE void FN(chunk_softmax)(float *s, int low, int tokens, int dim, float *top, float *total, float *out) {
-    int padded = (tokens + LANES - 1) / LANES * LANES;
+static void FN(chunk_softmax)(float *s, int low, int tokens, int dim, float *top, float *total, float *out) {
+    const int padded = (tokens + LANES - 1) / LANES * LANES;
     for (int t = 0; t < low; t++) s[t] = -INFINITY;
     for (int t = tokens; t < padded; t++) s[t] = -INFINITY;
     v16f most = splat(-INFINITY);
     for (int t = 0; t < padded; t += LANES) most = max16(most, load_float(s + t));
     float new_top = top16(most);
     if (new_top < *top) new_top = *top;
-    float shrink = *top == -INFINITY ? 0.0f : exp16(splat(*top - new_top))[0];
+    const float shrink = *top == -INFINITY ? 0.0f : exp16(splat(*top - new_top))[0];
     v16f sum = splat(0);
     for (int t = 0; t < padded; t += LANES) {
         v16f p = exp16(load_float(s + t) - new_top);
@@ -88,47 +100,51 @@ INLINE void FN(chunk_softmax)(float *s, int low, int tokens, int dim, float *top
     *top = new_top;
 }
 
-/* One sequence, one KV head, at most MAX_GROUP query heads. */
-static void FN(decode_head)(const T *query, T *result, const T *key_pages, const T *value_pages, const int32_t *table,
-                            int length, int window, int kv_heads, int head, int group, int dim, int block_size,
-                            float scale) {
-    float q[MAX_GROUP * MAX_HEAD_DIM], out[MAX_GROUP * MAX_HEAD_DIM], s[MAX_GROUP * CHUNK];
-    float top[MAX_GROUP], total[MAX_GROUP];
-    const size_t stride = (size_t)kv_heads * dim * block_size, offset = (size_t)head * dim * block_size;
-    for (int g = 0; g < group; g++) {
-        for (int d = 0; d < dim; d++) {
-            q[g * MAX_HEAD_DIM + d] = FN(widen)(query[g * dim + d]) * scale;
-            out[g * MAX_HEAD_DIM + d] = 0;
-        }
-        top[g] = -INFINITY;
-        total[g] = 0;
-    }
+/* One sequence, `heads` neighbouring KV heads with `group` query heads each; heads * group <= MAX_ROWS. Query head g of
+ * KV head h is at (h * head_rows + g) * dim of `query` and `result`. */
+static void FN(decode_walk)(const T *query, T *result, FN(walk) walk, int length, int window, int heads, int head_rows,
+                            int group, int dim, int block_size, float scale) {
+    float q[MAX_ROWS * MAX_HEAD_DIM], out[MAX_ROWS * MAX_HEAD_DIM], s[MAX_ROWS * CHUNK];
+    float top[MAX_ROWS], total[MAX_ROWS];
+    const int rows = heads * group, head_size = dim * block_size, last = (length - 1) / block_size;
     const int first = window > 0 && window < length ? length - window : 0; /* first visible position */
-    const int last_block = (length - 1) / block_size, chunk_blocks = CHUNK / block_size;
-    for (int b0 = first / block_size; b0 <= last_block; b0 += chunk_blocks) {
-        int n = last_block - b0 + 1 < chunk_blocks ? last_block - b0 + 1 : chunk_blocks;
-        int begin = b0 * block_size, tokens = length - begin < n * block_size ? length - begin : n * block_size;
-        for (int b = 0; b < n; b++) {
-            const T *next = (b + 1 < n ? key_pages + table[b0 + b + 1] * stride : value_pages + table[b0] * stride);
-            FN(scores)(key_pages + table[b0 + b] * stride + offset, next + offset, q, dim, block_size, group,
-                       s + b * block_size);
+    const int per_chunk = CHUNK / block_size, ahead = 1 + (int)(AHEAD_BYTES / (sizeof(T) * heads * head_size + 1));
+    const int32_t *table = walk.table;
+    for (int r = 0; r < rows; r++) {
+        const T *from = query + (r / group * head_rows + r % group) * dim;
+        for (int d = 0; d < dim; d++) {
+            q[r * MAX_HEAD_DIM + d] = FN(widen)(from[d]) * scale;
+            out[r * MAX_HEAD_DIM + d] = 0;
         }
-        for (int g = 0; g < group; g++)
-            FN(chunk_softmax)(s + g * CHUNK, first > begin ? first - begin : 0, tokens, dim, top + g, total + g,
-                              out + g * MAX_HEAD_DIM);
-        for (int d = 0; d < dim; d += 4 * LANES) {
-            int vectors = (dim - d) / LANES < 4 ? (dim - d) / LANES : 4, rest = dim - d < 4 * LANES ? dim % LANES : 0;
-            const T *pages = value_pages + offset + d;
-            for (int g = 0; g < group && vectors; g += 4)
-                FN(values)(pages, stride, table + b0, n, tokens, dim, block_size, group - g < 4 ? group - g : 4,
-                           vectors, s + g * CHUNK, out + g * MAX_HEAD_DIM + d);
-            if (rest)
-                FN(chunk_values_tail)(pages + vectors * LANES, stride, table + b0, tokens, dim, block_size, group,
-                                      rest, s, out + d + vectors * LANES);
+        top[r] = -INFINITY;
+        total[r] = 0;
+    }
+    for (int b0 = first / block_size; b0 <= last; b0 += per_chunk) {
+        const int begin = b0 * block_size;
+        walk.blocks = last - b0 + 1 < per_chunk ? last - b0 + 1 : per_chunk;
+        walk.table = table + b0;
+        const int tokens = length - begin < walk.blocks * block_size ? length - begin : walk.blocks * block_size;
+        for (int b = 0; b < walk.blocks; b++) {
+            const T *k = FN(page)(&walk, b), *next = FN(page)(&walk, b + ahead);
+            for (int h = 0; h < heads; h++)
+                FN(scores)(k + h * head_size, next + h * head_size, q + h * group * MAX_HEAD_DIM, dim, block_size, group,
+                           s + h * group * CHUNK + b * block_size);
+        }
+        for (int r = 0; r < rows; r++)
+            FN(chunk_softmax)(s + r * CHUNK, first > begin ? first - begin : 0, tokens, dim, top + r, total + r,
+                              out + r * MAX_HEAD_DIM);
+        for (int b = 0; b < walk.blocks; b++) {
+            const T *v = FN(page)(&walk, walk.blocks + b), *next = FN(page)(&walk, walk.blocks + b + ahead);
+            const int here = tokens - b * block_size < block_size ? tokens - b * block_size : block_size;
+            for (int h = 0; h < heads; h++)
+                FN(values)(v + h * head_size, next + h * head_size, here, dim, group,
+                           s + h * group * CHUNK + b * block_size, out + h * group * MAX_HEAD_DIM);
         }
     }
-    for (int g = 0; g < group; g++)
-        for (int d = 0; d < dim; d++) result[g * dim + d] = FN(narrow)(out[g * MAX_HEAD_DIM + d] / total[g]);
+    for (int r = 0; r < rows; r++) {
+        T *to = result + (r / group * head_rows + r % group) * dim;
+        for (int d = 0; d < dim; d++) to[d] = FN(narrow)(out[r * MAX_HEAD_DIM + d] / total[r]);
+    }
 }
 
 /* q [batch] rows of heads * dim with a row stride in elements, out [batch][heads][dim], tables [batch][table_stride]. */
@@ -136,17 +152,22 @@ EXPORT void FN(paged_decode)(const T *q, int64_t q_stride, T *out, const T *key_
                              const int32_t *tables, int64_t table_stride, const int32_t *lengths, int batch, int heads,
                              int kv_heads, int dim, int block_size, float scale, int window, int threads) {
     const int group = heads / kv_heads;
+    int together = group > MAX_ROWS ? 1 : MAX_ROWS / group; /* KV heads of one walk */
+    if (together > kv_heads) together = kv_heads;
+    while (together > 1 && batch * ((kv_heads + together - 1) / together) < threads) together = (together + 1) / 2;
+    const int parts = (kv_heads + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
-    for (int item = 0; item < batch * kv_heads; item++) {
-        const int b = item / kv_heads, h = item % kv_heads;
+    for (int item = 0; item < batch * parts; item++) {
+        const int b = item / parts, h = item % parts * together, n = kv_heads - h < together ? kv_heads - h : together;
         T *row = out + ((size_t)b * heads + h * group) * dim;
         if (lengths[b] <= 0) {
-            memset(row, 0, sizeof(T) * group * dim);
+            memset(row, 0, sizeof(T) * n * group * dim);
             continue;
         }
+        const FN(walk) walk = {key_pages, value_pages, tables + b * table_stride, (size_t)kv_heads * dim * block_size,
+                               (size_t)h * dim * block_size, 0};
         for (int g = 0; g < group; g += MAX_GROUP)
-            FN(decode_head)(q + b * q_stride + (h * group + g) * dim, row + g * dim, key_pages, value_pages,
-                            tables + b * table_stride, lengths[b], window, kv_heads, h,
+            FN(decode_walk)(q + b * q_stride + (h * group + g) * dim, row + g * dim, walk, lengths[b], window, n, group,
                             group - g < MAX_GROUP ? group - g : MAX_GROUP, dim, block_size, scale);
     }
 }
