@@ -30,6 +30,7 @@ class Chunk:
     ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    prompt_tokens: int = 0
     final: Final | None = None
 
     def extend(self, later: Chunk) -> None:

@@ -72,8 +72,9 @@ class Session:
         self.link: InstanceLink | None = None
         self._host, self._sink, self._id_prefix = host, sink, id_prefix
         self._sampling = params.to_wire(seed)
+        self._wants_logprobs = params.wanted_logprobs is not None
         self._text = OutputText(codec, params, prompt)
-        self._chunk = Chunk()
+        self._chunk = Chunk(prompt_tokens=len(self.prompt))
         self._ending: Literal["stop", "length"] | None = None
         self._stopped_by_string = False
         self._attempt = 0
@@ -213,10 +214,10 @@ class Session:
         for i, token in enumerate(tokens):
             self.output.append(token)
             chunk.ids.append(token)
-            if logprobs is not None:
-                chunk.logprobs.append(logprobs[i])
-                value = float(logprobs[i]["logprob"])
-                chunk.cumulative_logprob += value if math.isfinite(value) else 0.0
+            if self._wants_logprobs:
+                entry = logprobs[i] if logprobs is not None else {"logprob": math.nan}
+                chunk.logprobs.append(entry)
+                chunk.cumulative_logprob += entry["logprob"]
             text, stopped = self._text.push(token)
             chunk.text += text
             if stopped:  # tokens after a stop string don't count
@@ -227,7 +228,10 @@ class Session:
     # ends
 
     def _send(self) -> None:
-        chunk, self._chunk = self._chunk, Chunk(cumulative_logprob=self._chunk.cumulative_logprob)
+        chunk, self._chunk = (
+            self._chunk,
+            Chunk(cumulative_logprob=self._chunk.cumulative_logprob, prompt_tokens=len(self.prompt)),
+        )
         self._sink.send(chunk)
 
     def _finish(self, reason: Literal["stop", "length"]) -> None:

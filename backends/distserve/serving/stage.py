@@ -1,0 +1,68 @@
+"""The Triton model of an instance: hands each message to the engine process, and its answer back.
+
+Not decoupled: `execute` returns at once and every reply comes later, from the thread that reads the
+engine's socket. The engine is a child process, so a crash of it fails the calls in flight within
+milliseconds and takes neither the stub nor the server with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from distserve.core.config import EngineConfig
+from distserve.serving.orchestrator_config import model_parameter
+from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, ServingError, error_reply
+from distserve.serving.supervisor import Supervisor
+from distserve.serving.triton_logging import log_to_triton
+
+MODEL_PARAMETER = "engine"
+_MESSAGE, _REPLY = STAGE_INPUTS[0].name, STAGE_OUTPUTS[0].name
+_LOG = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """One instance, see module."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Starts the engine; raises with the engine's own reason if it can't serve."""
+        log_to_triton(args["model_instance_name"])
+        parameters = json.loads(args["model_config"]).get("parameters")
+        text = model_parameter(parameters, MODEL_PARAMETER)
+        config = EngineConfig.load(json.loads(text), MODEL_PARAMETER)
+        self._supervisor = Supervisor(text)
+        try:
+            self._supervisor.start()
+        except ServingError as error:
+            raise pb_utils.TritonModelException(f"instance {config.instance}: {error.message}") from None
+        _LOG.info(
+            "engine of %s (%s) is ready, process %s", config.instance, config.role, self._supervisor.pid
+        )
+
+    def execute(self, requests: list[Any]) -> list[None]:
+        for request in requests:
+            sender = request.get_response_sender()
+            tensor = pb_utils.get_input_tensor_by_name(request, _MESSAGE)
+            reply = functools.partial(_send, sender)
+            if tensor is None:
+                reply(error_reply(ServingError("INVALID_ARGUMENT", f"{_MESSAGE}: missing")))
+            else:
+                self._supervisor.call(bytes(tensor.as_numpy().flat[0]), reply)
+        return [None] * len(requests)
+
+    def finalize(self) -> None:
+        self._supervisor.stop()
+        gc.collect()
+
+
+def _send(sender: Any, payload: bytes) -> None:
+    # named locals outlive send(): Triton 24.10 drops what only C++ refers to without holding the GIL
+    tensor = pb_utils.Tensor(_REPLY, np.array([payload], dtype=np.object_))
+    response = pb_utils.InferenceResponse([tensor])
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -1,0 +1,190 @@
+"""The Triton model of the orchestrator: decoupled towards clients, BLS or gRPC towards instances.
+
+`execute` only registers requests. The orchestrator lives on an event loop in a thread of its own; it
+starts with the first request, because Triton refuses BLS before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from distserve.core.model_config import resolve_model
+from distserve.serving.bls_client import BlsClient
+from distserve.serving.client_request import ClientRequest, parse_request
+from distserve.serving.client_stream import ClientStream, Lanes
+from distserve.serving.control import run_control
+from distserve.serving.grpc_client import GrpcClient
+from distserve.serving.instance_client import InstanceClient
+from distserve.serving.metrics import Metrics
+from distserve.serving.orchestrator import Orchestrator
+from distserve.serving.orchestrator_config import (
+    MODEL_PARAMETER,
+    InstanceSpec,
+    OrchestratorConfig,
+    model_parameter,
+)
+from distserve.serving.responses import ResponseBuilder
+from distserve.serving.schema import ServingError
+from distserve.serving.text_codec import TextCodec, load_codec
+from distserve.serving.triton_logging import log_to_triton
+from distserve.serving.triton_metrics import TritonMetricBackend
+from distserve.serving.triton_tensors import read_inputs
+
+_LOG = logging.getLogger(__name__)
+_SWITCH_INTERVAL_S = (
+    0.001  # the event loop shares the GIL with the lanes; the default of 5 ms is felt per token
+)
+_START_S = 30.0
+
+
+class TritonPythonModel:
+    """See module."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        log_to_triton(args["model_instance_name"])
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        parameters = json.loads(args["model_config"]).get("parameters")
+        self._config = OrchestratorConfig.load(model_parameter(parameters, MODEL_PARAMETER))
+        self._codec: TextCodec = load_codec(resolve_model(self._config.model))
+        # the same after a restart, different for every orchestrator that an instance may meet
+        self._owner = f"{socket.gethostname()}:{args['model_repository']}:{args['model_instance_name']}"[
+            -256:
+        ]
+        self._lanes = Lanes(self._config.lanes)
+        self._metrics = Metrics(TritonMetricBackend())
+        self._streams: set[ClientStream] = set()  # without a final response
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self._run_loop, name="orchestrator", daemon=True)
+        self._loop_thread.start()
+        self._orchestrator: Orchestrator | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = threading.Event()
+        self._watcher = threading.Thread(target=self._watch_cancellations, name="cancellations", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        if self._orchestrator is None:
+            starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+            self._orchestrator = starting.result(_START_S)
+        for request in requests:
+            self._accept(request)
+
+    def is_ready(self) -> bool:
+        """Asked by Triton 26.03 and later."""
+        return self._orchestrator is None or self._orchestrator.ready
+
+    def finalize(self) -> None:
+        if self._orchestrator is not None:
+            stopping = asyncio.run_coroutine_threadsafe(self._orchestrator.stop(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                stopping.result(self._config.drain_s + 10.0)
+        self._ending.set()
+        self._watcher.join(2.0)
+        self._lanes.close(2.0)
+        self._metrics.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(2.0)
+        gc.collect()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _start(self) -> Orchestrator:
+        orchestrator = Orchestrator(self._config, self._codec, _connect, self._metrics, self._owner)
+        await orchestrator.start()
+        return orchestrator
+
+    def _accept(self, request: Any) -> None:
+        """Read one request and pass it to the event loop; its sender answers from here on."""
+        arrival_s = time.monotonic()
+        stream = ClientStream(request.get_response_sender(), self._lanes.assign(), self._forget)
+        try:
+            inputs = read_inputs(request)
+            control = inputs.pop("control", None)
+            if control is not None:
+                if inputs:
+                    raise ServingError(
+                        "INVALID_ARGUMENT", f"control: must come alone, not with {sorted(inputs)}"
+                    )
+                self._on_loop(self._control(control, stream))
+                return
+            timeout_us = request.timeout()
+            parsed = parse_request(
+                inputs,
+                request.parameters(),
+                self._codec.vocab_size,
+                timeout_us / 1e6 if timeout_us > 0 else None,
+            )
+            stream.build = self._builder(parsed, frozenset(request.requested_output_names())).build
+        except ServingError as error:
+            self._metrics.refused(error)
+            stream.fail(error)
+        except Exception as error:  # a mistake of ours; the client must not wait for ever
+            _LOG.exception("a request could not be read")
+            stream.fail(ServingError("INTERNAL", repr(error)))
+        else:
+            self._streams.add(stream)
+            self._on_loop(self._serve(parsed, stream, arrival_s))
+
+    def _builder(self, request: ClientRequest, requested: frozenset[str]) -> ResponseBuilder:
+        params = request.params
+        # as vllm_backend: a whole answer begins with its prompt, unless told otherwise; a stream never does
+        with_prompt = not params.stream and not params.exclude_input_in_output
+        prefix = request.text if with_prompt and request.text is not None else ""
+        return ResponseBuilder(params, requested, prefix, self._codec.decode_token)
+
+    def _on_loop(self, coroutine: Any) -> None:
+        def create() -> None:
+            task = self._loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(create)
+
+    async def _serve(self, request: ClientRequest, stream: ClientStream, arrival_s: float) -> None:
+        assert self._orchestrator is not None
+        try:
+            stream.session = await self._orchestrator.serve(request, stream, arrival_s)
+        except Exception as error:
+            _LOG.exception("a request could not be admitted")
+            stream.fail(ServingError("INTERNAL", repr(error)))
+
+    async def _control(self, text: str, stream: ClientStream) -> None:
+        assert self._orchestrator is not None
+        try:
+            answer = await run_control(self._orchestrator, text)
+        except ServingError as error:
+            stream.fail(error)
+        except Exception as error:
+            _LOG.exception("control failed")
+            stream.fail(ServingError("INTERNAL", repr(error)))
+        else:
+            stream.answer({"control_output": np.array([answer.encode()], dtype=np.object_)})
+
+    def _forget(self, stream: ClientStream) -> None:
+        self._streams.discard(stream)
+
+    def _watch_cancellations(self) -> None:
+        """Asks for every live request whether its client has gone: a round trip each, so not often."""
+        while not self._ending.wait(self._config.cancel_check_s):
+            for stream in list(self._streams):
+                session = stream.session
+                if session is not None and session.state != "done" and stream.cancelled():
+                    assert self._orchestrator is not None
+                    self._loop.call_soon_threadsafe(self._orchestrator.cancel, session)
+
+
+def _connect(spec: InstanceSpec) -> InstanceClient:
+    return BlsClient(spec.name) if spec.address is None else GrpcClient(spec.name, spec.address)
