@@ -40,7 +40,7 @@ __all__ = ["TritonPythonModel"]
 '''
 _ORCHESTRATOR_MODEL = '''"""Written by `planner generate`. For clients; its settings are in config.pbtxt."""
 
-from distserve.serving.orchestrator import TritonPythonModel
+from distserve.serving.triton_orchestrator import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''

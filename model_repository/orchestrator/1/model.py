@@ -1,5 +1,5 @@
 """Written by `planner generate`. For clients; its settings are in config.pbtxt."""
 
-from distserve.serving.orchestrator import TritonPythonModel
+from distserve.serving.triton_orchestrator import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -1,0 +1,120 @@
+"""Starts a real tritonserver on free ports with small random models, for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from distserve_planner.generate import generate
+from distserve_planner.placement_file import parse_placement
+from distserve_tools.client import Client
+from distserve_tools.launch import ServerOptions, TritonServer
+from distserve_tools.readiness import wait_until_serving
+from model_zoo import ZooModel
+
+BLOCK_SIZE = 16
+BLOCKS = 256
+ONE_OF_EACH = ({"role": "prefill"}, {"role": "decode"})
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A running server, its client, and the model that it serves."""
+
+    server: TritonServer
+    client: Client
+    model: ZooModel
+    boot: Mapping[str, int]  # free blocks of each instance before the first request
+
+    def status(self) -> dict[str, Any]:
+        return self.client.control("status")
+
+    def wait_idle(self, timeout_s: float = 15.0) -> None:
+        """Fails unless every block comes back and nothing is pending anywhere."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            left = _left_over(status, self.boot)
+            if not left:
+                return
+            assert time.monotonic() < deadline, f"not idle: {left}"
+            time.sleep(0.05)
+
+
+def _left_over(status: Mapping[str, Any], boot: Mapping[str, int]) -> list[str]:
+    left = [f"{key}={status[key]}" for key in ("requests", "queued") if status[key]]
+    for entry in status["instances"]:
+        name = entry["instance"]
+        if entry["blocks_free"] != boot[name]:
+            left.append(f"{name}: {entry['blocks_free']} of {boot[name]} blocks free")
+        for key in ("queued", "running", "leases", "transfers_pending", "requests", "leases_held"):
+            if entry[key]:
+                left.append(f"{name}: {key}={entry[key]}")
+    return left
+
+
+def write_repository(
+    folder: Path, model: ZooModel, instances: Sequence[Mapping[str, Any]] = ONE_OF_EACH, **placement: Any
+) -> Path:
+    """`planner generate` for `model` on the cores of this machine; `placement` adds top-level keys."""
+    cores = sorted(os.sched_getaffinity(0))
+    listed = []
+    for index, instance in enumerate(instances):
+        ranks = instance.get("tp", 1) * instance.get("pp", 1)
+        devices = [f"cpu:{cores[(index + rank) % len(cores)]}" for rank in range(ranks)]
+        listed.append({"devices": devices, "num_blocks": BLOCKS, **instance})
+    text = yaml.safe_dump(
+        {
+            "schema": "placement/1",
+            "model": str(model.folder),
+            "block_size": BLOCK_SIZE,
+            "oversubscribe": True,
+            "instances": listed,
+            **placement,
+        }
+    )
+    generate(parse_placement(text), folder)
+    return folder
+
+
+@contextmanager
+def deployed(
+    folder: Path,
+    model: ZooModel,
+    instances: Sequence[Mapping[str, Any]] = ONE_OF_EACH,
+    drain_timeout_s: float = 10.0,
+    **placement: Any,
+) -> Iterator[Deployment]:
+    """Generates a repository below `folder`, serves it, and ends the server afterwards."""
+    repository = write_repository(folder / "repository", model, instances, **placement)
+    log = folder / "tritonserver.log"
+    options = ServerOptions(repository, log_path=log, drain_timeout_s=drain_timeout_s, start_timeout_s=120.0)
+    with TritonServer(options) as server, Client(server.grpc_url) as client:
+        status = wait_until_serving(client, 60.0)
+        boot = {entry["instance"]: entry["blocks_free"] for entry in status["instances"]}
+        try:
+            yield Deployment(server, client, model, boot)
+        except BaseException:
+            sys.stderr.write("\n".join(["server log:", *log.read_text().splitlines()[-60:], ""]))
+            raise
+
+
+@torch.inference_mode()
+def greedy_mismatches(model: ZooModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Positions in `tokens` where transformers' greedy choice is another by more than rounding.
+
+    One pass over prompt and output; a step counts only if its top-2 logits are at least 1e-4 apart.
+    """
+    logits = model.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+    best = logits.max(dim=-1).values
+    chosen = logits.gather(1, torch.tensor(list(tokens)).unsqueeze(1)).squeeze(1)
+    return [i for i, gap in enumerate((best - chosen).tolist()) if gap >= 1e-4]
