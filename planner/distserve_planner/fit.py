@@ -21,6 +21,7 @@ from distserve_planner.profile_file import Residual
 
 POOR_P50, POOR_P95 = 0.10, 0.30  # above these a fit is called poor
 _WORTH = 0.85  # a further bend must bring the squared error below this share
+_CLOSE = 0.005  # root mean square relative error at which no bend is looked for
 _MOST_BENDS = 3
 _POINTS_PER_BEND = 3
 
@@ -137,7 +138,7 @@ def _best_line(size: Floats, others: Floats, seconds: Floats) -> _Line:
     """Adds bends one by one, each where it helps most, while each is worth it."""
     best = _fit_line(size, others, seconds, ())
     candidates = [float(v) for v in np.unique(size)[:-1]]
-    while len(best.knots) < _MOST_BENDS:
+    while len(best.knots) < _MOST_BENDS and best.error > len(seconds) * _CLOSE**2:
         tries = [
             _fit_line(size, others, seconds, tuple(sorted({*best.knots, knot})))
             for knot in candidates

@@ -145,20 +145,21 @@ class InstanceLatency:
     ) -> float:
         """Slowest stage of a step that computes prompt chunks beside `batch` decoding requests.
 
-        The weights are read once: max(prefill part, decode base) plus the decode's own per-request and
-        context terms; equal to the plain decode step without prompts and to prefill without decodes. A chunk
-        of n tokens after s computed ones adds (s + n)^2 - s^2 to `sum_sq`, so that a prompt's chunks sum to
-        its length squared. Extension of appendix A for chunked prefill (Sarathi-Serve, OSDI'24).
+        The GEMMs see all tokens at once and read the weights once: the prefill curve at prompt plus decode
+        tokens, but no less than the decode step without context, plus the decode's attention. A chunk of n
+        tokens after s computed ones adds (s + n)^2 - s^2 to `sum_sq`, so that a prompt's chunks sum to its
+        length squared. Extension of appendix A for chunked prefill (Sarathi-Serve, OSDI'24).
         """
         if not prefill_tokens:
             return self.decode_stage_s(batch, context_tokens)
         if not batch:
             return self.prefill_stage_s(prefill_tokens, sum_sq, num_prefills)
-        prefill = self._prefill_layers(prefill_tokens, sum_sq, num_prefills)
+        layers = self._prefill_layers(prefill_tokens + batch, sum_sq, num_prefills)
         piece = self._piece(batch)
-        layers = prefill if prefill > piece.base_s else piece.base_s
-        own = piece.per_request_s * batch + piece.per_context_token_s * context_tokens
-        return layers + own + self._extra(batch + num_prefills, prefill_tokens + context_tokens)
+        alone = piece.base_s + piece.per_request_s * batch
+        attention = piece.per_context_token_s * context_tokens
+        extra = self._extra(batch + num_prefills, prefill_tokens + context_tokens)
+        return (layers if layers > alone else alone) + attention + extra
 
     def hop_s(self, tokens: float) -> float:
         """Activations of `tokens` tokens to the next stage; 0 for pp = 1."""

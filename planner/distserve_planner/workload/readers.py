@@ -3,8 +3,9 @@
 * CSV `arrived_at,num_prefill_tokens,num_decode_tokens` (Vidur, Sarathi-Serve); `arrived_at` may be missing
 * CSV `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces)
 * JSON lines `timestamp` (ms), `input_length`, `output_length` (Mooncake)
-* JSON lines with a first line `{"schema": "request_log/1", ...}`, then `arrival_s`, `input_tokens`,
-  `output_tokens` in every line (this project's request log)
+* JSON lines with a first line `{"schema": "request_log/1", ...}`, then `arrived_at_s`, `input_tokens`,
+  `output_tokens` in every line (this project's request log). Requests whose `outcome` is "failed" are left
+  out: how long their answers would have been is not known
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CSV_FORMATS = (
 )
 JSONL_FORMATS = (
     Format("mooncake", "timestamp", "input_length", "output_length", _milliseconds),
-    Format("request_log", "arrival_s", "input_tokens", "output_tokens", _number),
+    Format("request_log", "arrived_at_s", "input_tokens", "output_tokens", _number),
 )
 
 
@@ -116,7 +117,7 @@ def _json_rows(lines: list[str], where: str) -> tuple[bool, list[Row]]:
         if head["schema"] != REQUEST_LOG_SCHEMA:
             raise TraceError(f"{where}: schema={head['schema']!r}; this reader needs {REQUEST_LOG_SCHEMA!r}")
         found = JSONL_FORMATS[1]
-        records = [r for r in records if found.inputs in r[1] or "schema" not in r[1]]
+        records = [r for r in records if "schema" not in r[1] and r[1].get("outcome") != "failed"]
     else:
         matches = [f for f in JSONL_FORMATS if f.inputs in head and f.outputs in head]
         if not matches:
