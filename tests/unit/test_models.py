@@ -90,3 +90,28 @@ def test_logits_of_a_row_do_not_depend_on_the_other_rows(zoo: Zoo) -> None:
     tokens = model_zoo.prompt(LENGTH)
     hidden = model.forward(torch.tensor(tokens), torch.arange(LENGTH), DenseAttention())
     torch.testing.assert_close(model.logits(hidden[50:51]), model.logits(hidden)[50:51], atol=1e-5, rtol=0)
+
+
+class NoAttention:
+    """Returns q: for tests that look at devices and shapes."""
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        return q.contiguous()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "opt-350m", "gpt2"])
+def test_everything_lives_on_the_device_that_was_asked_for(zoo: Zoo, name: str) -> None:
+    device = torch.device("meta")  # mixing it with CPU tensors raises
+    model = load_model(zoo(name).folder, ParallelGroup(), None, torch.bfloat16, device)
+    ids = torch.zeros(5, dtype=torch.int64, device=device)
+    logits = model.logits(model.forward(ids, ids, NoAttention()))
+    assert (logits.device, logits.dtype, logits.shape) == (device, torch.float32, (5, model_zoo.VOCAB))
+    assert (model.device, model.dtype) == (device, torch.bfloat16)

@@ -156,7 +156,10 @@ class ParallelLMHead:
     def __init__(
         self, build: Builder, name: str, vocab_size: int, width: int, table: Tensor | None = None
     ) -> None:
-        """`table`: this rank's rows of the embedding, to share instead of reading tensor `name` again."""
+        """`table`: this rank's rows of the embedding, to share instead of reading tensor `name` again.
+
+        A packed head needs its own copy beside the table, also when they are tied.
+        """
         ranks = range(build.group.size)
         self._group = build.group
         self._widths = [len(split_range(vocab_size, build.group.size, r)) for r in ranks]
