@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distserve.core.blocks import blocks_for
 from distserve.core.config import EngineConfig
@@ -14,10 +14,8 @@ from distserve.core.parsing import ConfigError, nearest
 from distserve.core.request import Request
 from distserve.engine.requests import EngineRequest, Owner
 from distserve.serving.schema import SAMPLING_KEYS, ServingError
+from distserve.transfer.handle import Handle, Layout
 from distserve.worker.step import SamplingParams
-
-if TYPE_CHECKING:
-    from distserve.transfer.handle import Handle, Layout
 
 SUBMIT_KEYS = ("id", "prompt", "output", "max_tokens", "sampling", "deadline_s", "handle")
 MAX_ID_CHARS = 256

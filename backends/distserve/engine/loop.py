@@ -110,6 +110,7 @@ class EngineLoop:
         elif isinstance(op, Manage):
             self._manage(op)
         elif isinstance(op, Pulled):
+            self.counters.transfers_failed += op.future.exception(0) is not None
             self._role.pulled(op, self)
         else:
             self._drop_owner(op)

@@ -112,8 +112,7 @@ class Mailbox:
     def _turn(self, selector: selectors.BaseSelector) -> bool:
         """Waits for something to happen and deals with it. False when closed and flushed."""
         now = self._clock()
-        closing = self._closing_at
-        until = self._owners.next_deadline(now) if closing is None else closing
+        until = self._owners.next_deadline(now) if self._closing_at is None else self._closing_at
         for key, mask in selector.select(max(0.0, until - now)):
             if key.fd == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
@@ -121,6 +120,7 @@ class Mailbox:
             elif mask & selectors.EVENT_READ:
                 for call_id, payload in self._connection.receive():
                     self._answer(call_id, payload)
+        closing = self._closing_at  # after the wait, which `close` ends
         while self._outbox:
             self._owners.deliver(self._outbox.popleft())
         now = self._clock()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from distserve.core.request import Request
+from distserve.transfer.handle import Handle
 from distserve.worker.step import SamplingParams
-
-if TYPE_CHECKING:
-    from distserve.transfer.handle import Handle
 
 
 class Owner(NamedTuple):

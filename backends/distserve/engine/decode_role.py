@@ -1,0 +1,122 @@
+"""A decode instance: takes over prompts that another instance has computed, and decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distserve.core.blocks import BlockManager
+from distserve.core.decode_scheduler import DecodeScheduler
+from distserve.engine.inbox import Inbox
+from distserve.engine.ops import Op, Pulled
+from distserve.engine.requests import EngineRequest
+from distserve.engine.roles import Depth, Listener, prefill_credits
+from distserve.serving.schema import ErrorCode, ServingError
+from distserve.transfer.errors import TransferError
+from distserve.transfer.handle import Handle
+
+if TYPE_CHECKING:
+    from distserve.transfer.puller import TransferStats
+
+
+class Puller(Protocol):
+    """Copies KV into blocks of ours, in threads of its own. Nothing is written after the future is done."""
+
+    def pull(self, handle: Handle, dst_blocks: Sequence[int], deadline: float) -> Future[TransferStats]: ...
+
+    def close(self) -> None: ...
+
+
+class DecodeRole:
+    """Requests with a handle wait for blocks, then for their KV; those without are prefilled here.
+
+    The copy is second owner of the blocks that it writes to: a request that leaves meanwhile does not
+    free them.
+    """
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        blocks: BlockManager,
+        puller: Puller,
+        inbox: Inbox[Op],
+        transfer_timeout_s: float,
+    ) -> None:
+        self.scheduler = scheduler
+        self.blocks = blocks
+        self._puller = puller
+        self._inbox = inbox
+        self._timeout_s = transfer_timeout_s
+        self._arriving: dict[str, EngineRequest] = {}  # incoming or being pulled
+        self._copies: dict[str, list[int]] = {}  # blocks that a running copy writes to
+
+    def accept(self, state: EngineRequest) -> None:
+        if state.handle is None:
+            self.scheduler.waiting.append(state.request)
+            return
+        self._arriving[state.key] = state
+        self.scheduler.add(state.request)
+
+    def hand_out(self, state: EngineRequest, now: float) -> dict[str, Any] | None:
+        return None
+
+    def advance(self, now: float, listener: Listener) -> None:
+        for request in self.scheduler.admit():
+            state = self._arriving[request.id]
+            self._pull(state, now)
+            listener.admitted(state)
+
+    def _pull(self, state: EngineRequest, now: float) -> None:
+        assert state.handle is not None
+        key, blocks = state.key, list(state.request.blocks)
+        self.blocks.hold(blocks)
+        self._copies[key] = blocks
+        future = self._puller.pull(state.handle, blocks, now + self._timeout_s)
+        future.add_done_callback(lambda done: self._inbox.post(Pulled(key, done)))
+
+    def pulled(self, event: Pulled, listener: Listener) -> None:
+        self.blocks.drop(self._copies.pop(event.key))
+        state = self._arriving.pop(event.key, None)
+        if state is None:
+            return  # cancelled meanwhile
+        error = event.future.exception(0)
+        if error is None:
+            self.scheduler.start(state.request)
+            listener.started(state, event)
+        else:
+            self.scheduler.cancel(event.key)
+            listener.failed(state, transfer_failure(error))
+
+    def cancel(self, state: EngineRequest) -> None:
+        self._arriving.pop(state.key, None)
+        self.scheduler.cancel(state.key)
+
+    def renew(self, states: Iterable[EngineRequest], now: float) -> None:
+        pass
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def depth(self) -> Depth:
+        queue = self.scheduler
+        waiting = queue.waiting_tokens
+        return Depth(
+            queued=len(queue.incoming) + len(queue.waiting),
+            queued_tokens=waiting,
+            running=len(queue.running),
+            leases=0,
+            transfers_pending=len(self._copies),
+            credits=prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting),
+        )
+
+    def close(self) -> None:
+        self._puller.close()
+
+
+def transfer_failure(error: BaseException) -> ServingError:
+    """What the owner is told: another attempt may succeed unless the handle itself was refused."""
+    code: ErrorCode = "UNAVAILABLE"
+    if isinstance(error, TransferError) and error.code == "FAILED_PRECONDITION":
+        code = "FAILED_PRECONDITION"
+    return ServingError(code, f"kv transfer failed: {error or type(error).__name__}")

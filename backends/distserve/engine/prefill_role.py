@@ -1,0 +1,102 @@
+"""A prefill instance: prompts in, handles out; the KV of a finished prompt lives on as a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from distserve.core.blocks import BlockManager
+from distserve.core.prefill_scheduler import PrefillScheduler
+from distserve.engine.ops import Pulled
+from distserve.engine.requests import EngineRequest
+from distserve.engine.roles import Depth, Listener
+from distserve.transfer.handle import Handle, Layout, new_nonce
+from distserve.transfer.leases import LeaseTable
+
+
+class Source(Protocol):
+    """What serves the leased blocks to decode instances, in threads of its own."""
+
+    @property
+    def address(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class PrefillRole:
+    """Gives the blocks of finished prompts to the lease table, and takes them back when it lets go."""
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        blocks: BlockManager,
+        leases: LeaseTable,
+        source: Source,
+        *,
+        instance: str,
+        epoch: int,
+        layout: Layout,
+        lease_s: float,
+    ) -> None:
+        self.scheduler = scheduler
+        self.blocks = blocks
+        self._leases = leases
+        self._source = source
+        self._instance = instance
+        self._epoch = epoch
+        self._layout = layout
+        self._lease_s = lease_s
+
+    def accept(self, state: EngineRequest) -> None:
+        self.scheduler.add(state.request)
+
+    def hand_out(self, state: EngineRequest, now: float) -> dict[str, Any] | None:
+        request = state.request
+        handle = Handle(
+            instance=self._instance,
+            epoch=self._epoch,
+            request_id=state.key,
+            nonce=new_nonce(),
+            num_tokens=request.computed,
+            first_token=state.tokens[-1],
+            layout=self._layout,
+            addresses=(self._source.address,),
+        )
+        self._leases.add(handle, request.blocks, self._lease_s)
+        request.blocks, request.num_blocks = [], 0  # they are the lease's now
+        return handle.to_wire()
+
+    def advance(self, now: float, listener: Listener) -> None:
+        self._leases.expire()
+        for key, blocks in self._leases.released():
+            self.blocks.drop(blocks)
+            listener.gone(key)
+
+    def pulled(self, event: Pulled, listener: Listener) -> None:
+        raise RuntimeError(f"request {event.key}: a prefill instance pulls nothing")
+
+    def cancel(self, state: EngineRequest) -> None:
+        if state.handed_out:
+            self._leases.release([state.key])
+        else:
+            self.scheduler.cancel(state.key)
+
+    def renew(self, states: Iterable[EngineRequest], now: float) -> None:
+        self._leases.renew([state.key for state in states if state.handed_out], self._lease_s)
+
+    def next_deadline(self) -> float | None:
+        return self._leases.next_expiry()
+
+    def depth(self) -> Depth:
+        queue = self.scheduler
+        return Depth(
+            queued=len(queue.waiting),
+            queued_tokens=queue.waiting_tokens,
+            running=0,
+            leases=self._leases.live,
+            transfers_pending=self._leases.running,
+            credits=queue.credits(),
+        )
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,455 @@
+"""The loop and the roles, with an executor that keeps token ids in its pages.
+
+A wrong block shows as a wrong token. No threads: each test drives turns by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from distserve.core.blocks import BlockManager
+from distserve.core.config import Policy
+from distserve.core.decode_scheduler import DecodeScheduler
+from distserve.core.prefill_scheduler import PrefillScheduler
+from distserve.core.scheduler import Limits
+from distserve.core.unified_scheduler import UnifiedScheduler
+from distserve.engine.admission import Admission, Bounds
+from distserve.engine.decode_role import DecodeRole
+from distserve.engine.inbox import Inbox
+from distserve.engine.loop import MAX_FAILURES, EngineFailure, EngineLoop
+from distserve.engine.ops import DropOwner, Manage, Op, Submit
+from distserve.engine.prefill_role import PrefillRole
+from distserve.engine.requests import Event, Owner
+from distserve.engine.roles import Role, UnifiedRole
+from distserve.engine.status import Load
+from distserve.transfer.errors import TransferError
+from distserve.transfer.handle import Handle, Layout
+from distserve.transfer.leases import LeaseTable
+from distserve.worker.step import StepInput, StepOutput
+
+BLOCK = 4
+VOCAB = 97
+LAYOUT = Layout("hash", "fp32", BLOCK, 1, 1, 8, 1, 1, "fake")
+OWNER = Owner("o", 1)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The oracle: depends on every token and its place."""
+    return sum((i + 3) * token for i, token in enumerate(tokens)) % VOCAB
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class PageExecutor:
+    """Writes the ids it is given to the slots of the block table and samples from what the pages hold."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.attention = "pages of ids"
+        self.pages: list[list[int]] = [[-1] * BLOCK for _ in range(num_blocks)]
+        self.known: set[str] = set()
+        self.fail_with: Exception | None = None
+        self.steps: list[StepInput] = []
+
+    @property
+    def kv_cache(self) -> Any:
+        raise NotImplementedError
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.known.difference_update(step.leaving)
+        self.known.update(joining.key for joining in step.joining)
+        if self.fail_with is not None:
+            raise self.fail_with
+        self.steps.append(step)
+        sampled = []
+        for item in step.items:
+            assert item.key in self.known
+            end = item.start + len(item.tokens)
+            for place, token in zip(range(item.start, end), item.tokens, strict=True):
+                self.pages[item.block_table[place // BLOCK]][place % BLOCK] = token
+            if item.sample:
+                held = [self.pages[item.block_table[p // BLOCK]][p % BLOCK] for p in range(end)]
+                sampled.append(next_token(held))
+        return StepOutput(sampled, [None] * len(sampled))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Stats:
+    bytes: int = 100
+    wait_s: float = 0.0
+    wire_s: float = 0.0
+
+
+@dataclass
+class ManualPuller:
+    """Copies are done, or fail, when the test says so."""
+
+    copies: list[tuple[Handle, list[int], Future[Any]]] = field(default_factory=list)
+
+    def pull(self, handle: Handle, dst_blocks: Sequence[int], deadline: float) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.copies.append((handle, list(dst_blocks), future))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class FixedSource:
+    address = "127.0.0.1:9"
+
+    def close(self) -> None:
+        pass
+
+
+class Node:
+    """An instance without threads and sockets."""
+
+    def __init__(
+        self, role: str, num_blocks: int = 32, limits: Limits | None = None, policy: Policy = "prefill_first"
+    ) -> None:
+        self.now = 100.0
+        limits = limits or Limits(max_batch_size=8, max_batch_tokens=24, chunk_tokens=6)
+        self.inbox: Inbox[Op] = Inbox()
+        self.executor = PageExecutor(num_blocks)
+        self.blocks = BlockManager(num_blocks, BLOCK)
+        self.puller = ManualPuller()
+        self.leases = LeaseTable(lambda: self.now, self.inbox.poke)
+        self.role = self._role(role, limits, policy)
+        self.loop = EngineLoop(self.role, self.executor, self.inbox, lambda: self.now)
+        bounds = Bounds(role, 1000, num_blocks, BLOCK, VOCAB, ())
+        self.admission = Admission(bounds, LAYOUT if role == "decode" else None)
+        self.events: list[Event] = []
+        self.load = Load()
+
+    def _role(self, role: str, limits: Limits, policy: Policy) -> Role:
+        if role == "prefill":
+            scheduler = PrefillScheduler(limits, self.blocks)
+            identity = {"instance": "p", "epoch": 7, "layout": LAYOUT, "lease_s": 10.0}
+            return PrefillRole(scheduler, self.blocks, self.leases, FixedSource(), **identity)  # type: ignore[arg-type]
+        if role == "decode":
+            return DecodeRole(DecodeScheduler(limits, self.blocks), self.blocks, self.puller, self.inbox, 5.0)
+        return UnifiedRole(UnifiedScheduler(limits, self.blocks, policy), self.blocks)
+
+    def publish(self, events: list[Event], load: Load) -> None:
+        self.events += events
+        self.load = load
+
+    def submit(self, id: str, prompt: list[int], max_tokens: int, **entry: Any) -> None:
+        entry = {"id": id, "prompt": prompt, "max_tokens": max_tokens, **entry}
+        self.inbox.post(Submit(self.admission.admit(entry, OWNER, self.now)))
+
+    def manage(self, kind: Any, *ids: str) -> None:
+        self.inbox.post(Manage(kind, OWNER, ids))
+
+    def turns(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.inbox.poke()  # an idle loop must not sleep here
+            self.loop.turn(self)
+
+    def until(self, done: Callable[[], object]) -> None:
+        for _ in range(1000):
+            if done():
+                return
+            self.turns()
+        raise AssertionError(f"not reached; {self.events[-5:]}")
+
+    def of(self, id: str) -> list[dict[str, Any]]:
+        return [event.fields for event in self.events if event.id == id]
+
+    def last(self, id: str) -> dict[str, Any]:
+        return self.of(id)[-1]
+
+    def tokens(self, id: str) -> list[int]:
+        out = []
+        for fields in self.of(id):
+            out += [fields["token"]] if fields["type"] == "prefilled" else fields.get("tokens", [])
+        return out
+
+    def over(self, id: str) -> bool:
+        return any(event.last for event in self.events if event.id == id)
+
+    def assert_empty(self) -> None:
+        self.turns(2)
+        self.blocks.check_integrity()
+        assert self.blocks.free == self.blocks.num_blocks
+        load = self.load
+        assert (load.queued, load.queued_tokens, load.running, load.leases, load.transfers_pending) == (
+            0,
+        ) * 5
+
+
+def copy_pages(source: Node, target: Node, index: int = -1) -> None:
+    """What a transfer does: claim, copy, confirm."""
+    from distserve.core.shapes import Shape
+    from distserve.transfer.leases import Claimant
+
+    handle, blocks, future = target.puller.copies[index]
+    claim = source.leases.claim(handle, Claimant("d", 1, Shape()), 0, frozenset({0}))
+    for mine, theirs in zip(blocks, claim.blocks, strict=True):
+        target.executor.pages[mine] = list(source.executor.pages[theirs])
+    source.leases.confirm(claim)
+    future.set_result(Stats())
+
+
+def prefilled(node: Node, id: str, prompt: list[int], max_tokens: int, **entry: Any) -> dict[str, Any]:
+    """The `submit` entry for decode, after the prompt was computed."""
+    node.submit(id, prompt, max_tokens, **entry)
+    node.until(lambda: node.over(id))
+    event = node.last(id)
+    assert event["type"] == "prefilled"
+    output = [*entry.get("output", []), event["token"]]
+    return {"id": id, "prompt": prompt, "max_tokens": max_tokens, "output": output, "handle": event["handle"]}
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "chunked_prefill"])
+def test_unified_tokens_are_those_of_the_oracle(policy: Policy) -> None:
+    node = Node("unified", policy=policy)
+    prompts = {str(n): [(7 * n + i) % VOCAB for i in range(n)] for n in (1, 3, 4, 5, 8, 13, 30)}
+    for id, prompt in prompts.items():
+        node.submit(id, prompt, 9)
+    node.until(lambda: all(map(node.over, prompts)))
+    for id, prompt in prompts.items():
+        assert node.tokens(id) == continuation(prompt, 9), id
+        assert node.last(id)["reason"] == "length"
+    node.assert_empty()
+    assert node.executor.known == set() or len(node.loop._steps._leaving) == len(node.executor.known)
+
+
+def test_preempted_requests_are_recomputed_with_the_same_tokens() -> None:
+    node = Node("unified", num_blocks=9)
+    for id in "abc":
+        node.submit(id, [ord(id) % VOCAB] * 6, 18)
+    node.until(lambda: all(map(node.over, "abc")))
+    assert node.loop.counters.preemptions > 0
+    assert sum(node.last(id)["preemptions"] for id in "abc") == node.loop.counters.preemptions
+    for id in "abc":
+        assert node.tokens(id) == continuation([ord(id) % VOCAB] * 6, 18)
+    node.assert_empty()
+
+
+def test_prefill_hands_out_and_decode_takes_over() -> None:
+    p, d = Node("prefill"), Node("decode")
+    entry = prefilled(p, "r", [5, 6, 7, 8, 9], 8)
+    assert p.load.leases == 1
+    assert p.blocks.free == p.blocks.num_blocks - 2
+    d.submit(**entry)
+    d.turns()
+    assert d.last("r")["type"] == "admitted"
+    assert d.load.transfers_pending == 1
+    copy_pages(p, d)
+    d.until(lambda: d.over("r"))
+    assert entry["output"] + d.tokens("r") == continuation([5, 6, 7, 8, 9], 8)
+    assert [fields["type"] for fields in d.of("r")][:3] == ["admitted", "started", "token"]
+    p.assert_empty()
+    d.assert_empty()
+
+
+def test_a_recovered_request_goes_on_after_its_output() -> None:
+    expected = continuation([5, 6, 7], 10)
+    p, d, u = Node("prefill"), Node("decode"), Node("unified")
+    entry = prefilled(p, "r", [5, 6, 7], 10, output=expected[:4])
+    assert entry["output"] == expected[:5]
+    d.submit(**entry)
+    d.turns()
+    copy_pages(p, d)
+    d.until(lambda: d.over("r"))
+    assert d.tokens("r") == expected[5:]
+    for node in (u, Node("decode")):  # without a handle: computed on the spot
+        node.submit("r", [5, 6, 7], 10, output=expected[:4])
+        node.until(lambda node=node: node.over("r"))
+        assert node.tokens("r") == expected[4:]
+        assert node.of("r")[0]["type"] == "prefilled"
+        node.assert_empty()
+
+
+@pytest.mark.parametrize("role", ["prefill", "unified", "decode"])
+def test_a_request_that_ends_with_its_first_token_is_not_handed_out(role: str) -> None:
+    node = Node(role)
+    node.submit("length", [5, 6], 1)
+    stop = next_token([5, 6])
+    node.submit("stop", [5, 6], 9, sampling={"stop_token_ids": [stop]})
+    node.until(lambda: node.over("length") and node.over("stop"))
+    for id, reason in (("length", "length"), ("stop", "stop")):
+        (event,) = node.of(id)
+        assert (event["type"], event["finished"], event.get("handle")) == ("prefilled", reason, None)
+    node.assert_empty()
+
+
+def test_end_tokens_count_from_min_tokens_on() -> None:
+    node = Node("unified")
+    expected = continuation([5, 6, 7], 6)
+    node.submit("r", [5, 6, 7], 6, sampling={"stop_token_ids": expected[:5], "min_tokens": 4})
+    node.until(lambda: node.over("r"))
+    assert node.tokens("r") == expected[:4]
+    assert node.last("r")["reason"] == "stop"
+
+
+def test_cancel_in_every_stage_of_prefill() -> None:
+    node = Node("prefill", num_blocks=4)
+    prefilled(node, "leased", [1] * 12, 4)
+    node.submit("queued", [2] * 8, 4)  # two blocks, one is free
+    node.turns()
+    assert node.load.queued == 1
+    node.manage("cancel", "queued", "nobody")
+    node.turns()
+    assert node.last("queued")["reason"] == "cancelled"
+    node.manage("release", "leased")
+    node.assert_empty()
+    assert len(node.of("leased")) == 1  # its last event was `prefilled`
+
+
+def test_cancel_in_every_stage_of_decode() -> None:
+    p, d = Node("prefill"), Node("decode", limits=Limits(max_batch_size=2, max_batch_tokens=24))
+    for id in ("running", "pulling", "incoming"):
+        entry = prefilled(p, id, [3] * 6, 50)
+        d.submit(**entry)
+        d.turns()
+        if id == "running":
+            copy_pages(p, d)
+            d.turns(3)
+    assert (d.load.running, d.load.transfers_pending, d.load.queued) == (1, 1, 1)
+    d.manage("cancel", "incoming", "running", "pulling")
+    d.turns(2)
+    for id in ("running", "pulling", "incoming"):
+        assert d.last(id)["reason"] == "cancelled"
+    assert d.blocks.free == d.blocks.num_blocks - 2  # the copy still writes
+    assert d.load.transfers_pending == 1
+    copy_pages(p, d)
+    d.assert_empty()
+
+
+def test_blocks_under_a_copy_are_not_reused() -> None:
+    p, d = Node("prefill"), Node("decode", num_blocks=5)
+    d.submit(**prefilled(p, "a", [3] * 8, 5))
+    d.turns()
+    d.manage("cancel", "a")
+    d.submit(**prefilled(p, "b", [4] * 8, 5))
+    d.turns(2)
+    assert not set(d.puller.copies[0][1]) & set(d.puller.copies[1][1])
+    copy_pages(p, d, 1)
+    d.until(lambda: d.over("b"))
+    assert d.tokens("b") == continuation([4] * 8, 5)[1:]
+    copy_pages(p, d, 0)
+    d.assert_empty()
+
+
+def test_a_failed_copy_ends_the_request_and_returns_its_blocks() -> None:
+    p, d = Node("prefill"), Node("decode")
+    d.submit(**prefilled(p, "lost", [3] * 6, 5))
+    d.submit(**prefilled(p, "stale", [3] * 6, 5))
+    d.turns()
+    d.puller.copies[0][2].set_exception(TransferError("UNAVAILABLE", "peer_gone", "no source"))
+    d.puller.copies[1][2].set_exception(TransferError("FAILED_PRECONDITION", "stale_epoch", "epoch=7"))
+    d.turns()
+    assert d.last("lost")["error"] == {"code": "UNAVAILABLE", "message": "kv transfer failed: no source"}
+    assert d.last("stale")["error"]["code"] == "FAILED_PRECONDITION"
+    assert d.loop.counters.transfers_failed == 2
+    d.assert_empty()
+
+
+def test_leases_expire_unless_renewed() -> None:
+    node = Node("prefill")
+    prefilled(node, "a", [1] * 5, 4)
+    prefilled(node, "b", [1] * 5, 4)
+    node.now += 9
+    node.manage("renew", "b", "nobody")
+    node.turns()
+    node.now += 2
+    node.turns()
+    assert node.load.leases == 1
+    node.now += 9
+    node.assert_empty()
+
+
+def test_deadlines_end_requests_wherever_they_are() -> None:
+    p, d = Node("prefill"), Node("decode")
+    d.submit(**prefilled(p, "pulling", [3] * 6, 50), deadline_s=3.0)
+    d.submit("running", [3] * 6, 50, deadline_s=3.0)
+    d.submit("late", [3] * 6, 50, deadline_s=0.0)
+    d.turns(3)
+    d.now += 4
+    d.turns()
+    for id in ("pulling", "running", "late"):
+        assert d.last(id)["error"]["code"] == "DEADLINE_EXCEEDED"
+    copy_pages(p, d)
+    d.assert_empty()
+
+
+def test_an_owner_that_is_gone_leaves_nothing() -> None:
+    p = Node("prefill", num_blocks=4)
+    prefilled(p, "leased", [1] * 12, 4)
+    p.submit("queued", [2] * 8, 4)
+    p.turns()
+    p.inbox.post(DropOwner(OWNER))
+    p.assert_empty()
+    assert not p.loop._requests
+    assert not p.loop._ids
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "chunked_prefill"])
+def test_a_failing_step_fails_its_batch_only(policy: Policy) -> None:
+    node = Node("unified", policy=policy, limits=Limits(max_batch_size=2, max_batch_tokens=8, chunk_tokens=6))
+    node.submit("a", [1] * 4, 40)
+    node.submit("b", [2] * 9, 5)
+    node.turns(2)
+    node.submit("c", [3] * 4, 5)
+    node.executor.fail_with = MemoryError("no room")
+    node.turns()
+    node.executor.fail_with = None
+    assert node.last("a")["error"] == {"code": "INTERNAL", "message": "the step failed: MemoryError: no room"}
+    node.until(lambda: node.over("c"))
+    assert node.tokens("c") == continuation([3] * 4, 5)
+    node.until(lambda: node.over("b"))
+    node.assert_empty()
+
+
+def test_steps_that_keep_failing_end_the_engine() -> None:
+    node = Node("prefill")
+    node.executor.fail_with = RuntimeError("broken")
+    for i in range(MAX_FAILURES - 1):
+        node.submit(str(i), [1], 2)
+        node.turns()
+    node.submit("last", [1], 2)
+    with pytest.raises(EngineFailure, match="8 steps failed in succession, the last with: broken"):
+        node.turns()
+
+
+def test_a_broken_device_ends_the_engine_at_once() -> None:
+    node = Node("prefill")
+    node.executor.fail_with = RuntimeError("CUDA error: an illegal memory access was encountered")
+    node.submit("r", [1], 2)
+    with pytest.raises(EngineFailure, match="illegal memory access"):
+        node.turns()
+
+
+def test_stage_times() -> None:
+    p, d = Node("prefill"), Node("decode")
+    p.submit("r", [3] * 6, 5)
+    p.now += 2
+    p.turns()
+    assert (p.last("r")["queue_s"], p.last("r")["prefill_s"]) == (2.0, 0.0)
+    d.submit("r", [3] * 6, 5, output=[p.last("r")["token"]], handle=p.last("r")["handle"])
+    d.now += 1
+    d.turns()
+    d.now += 4
+    copy_pages(p, d)
+    d.turns()
+    started = next(fields for fields in d.of("r") if fields["type"] == "started")
+    assert (started["queue_s"], started["transfer_s"]) == (1.0, 4.0)
+    d.now += 3
+    d.until(lambda: d.over("r"))
+    assert d.last("r")["decode_s"] == 3.0
