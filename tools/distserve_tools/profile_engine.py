@@ -6,9 +6,9 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from distserve.core.model_config import ModelConfig, resolve_model
 from distserve.core.parsing import ConfigError, to_mapping
 from distserve_planner.coefficients import Degree
 from distserve_planner.fit import fit_decode, fit_prefill, measured_lm, poor_fits
-from distserve_planner.profile_file import Profile
+from distserve_planner.profile_file import Profile, Residual
 from distserve_tools.engine_sweep import EngineSweep, SweepPlan
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   distserve profile --model cache:smollm2-135m-instruct --out cpu.yaml
-  distserve profile --model ./Llama-3-8B --device cuda:0 --dtype bf16 --out h100.yaml
+  distserve profile --model ./Llama-3-8B --device cuda:0 cuda:1 --tp 1 2 --dtype bf16 --out h100.yaml
   distserve profile --model cache:smollm2-135m-instruct --quick --json
 """
 
@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     parser.add_argument("--model", required=True, help="a Hugging Face folder or cache:NAME")
-    parser.add_argument("--device", default="cpu:0", help="cpu:0, cpu:0-3, cuda:0 (%(default)s)")
+    parser.add_argument(
+        "--device", nargs="+", default=["cpu:0"], help="cpu:0, cpu:0-3, cuda:0; one for every rank (cpu:0)"
+    )
+    parser.add_argument(
+        "--tp", nargs="+", type=int, default=[1], help="tensor-parallel degrees; others are predicted (1)"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--name", help="how cluster files will name this device (default: the machine's)")
     parser.add_argument("--out", metavar="FILE", help="where to write the profile (schema: profile/1)")
@@ -56,25 +61,12 @@ def run(args: argparse.Namespace) -> int:
     # torch's thread count is set by bind_device, before anything else of torch runs
     from distserve.worker.device import bind_device, parse_device
 
-    device = parse_device(args.device)
+    device = parse_device(args.device[0])
     bind_device(device)
-    dtype = args.dtype or ("fp32" if device.kind == "cpu" else "bf16")
     plan = _plan(args)
     console = Console(stderr=True)
-    config = EngineConfig.load(
-        {
-            "instance": "profile",
-            "role": "unified",
-            "model": args.model,
-            "devices": [args.device],
-            "dtype": dtype,
-            "block_size": args.block_size,
-            "kv_bytes": args.kv_bytes,
-            "max_batch_size": max(plan.batches),
-        },
-        "profile",
-    )
-    profile = measure(config, plan, console, name=args.name or machine_name(args.device))
+    configs = [_config(args, tp, device.kind, max(plan.batches)) for tp in sorted(set(args.tp))]
+    profile = measure(configs, plan, console, name=args.name or machine_name(args.device[0]))
     for warning in poor_fits(profile.residuals):
         console.print(f"warning: {warning}", style="yellow")
     if args.out:
@@ -86,48 +78,77 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(config: EngineConfig, plan: SweepPlan, console: Console, *, name: str) -> Profile:
-    """Loads the model, runs the sweep and fits. `console` shows the progress."""
+def measure(configs: Sequence[EngineConfig], plan: SweepPlan, console: Console, *, name: str) -> Profile:
+    """Runs the sweep once per configuration (they differ in tp only) and fits. `console` shows progress.
+
+    Raises `ConfigError` for what the engine refuses and for too few points to fit.
+    """
+    first = configs[0]
+    model = ModelConfig.load(resolve_model(first.model))
+    measured = [_measure_degree(config, model, plan, console) for config in configs]
+    residuals = tuple(r for m in measured for r in m.residuals)
+    return Profile(
+        device=name,
+        model_name=first.model,
+        model=model,
+        dtype=first.dtype,
+        degrees=tuple(m.degree for m in measured),
+        lm_tokens=measured[0].lm_tokens,
+        residuals=residuals,
+        source=f"measured by distserve profile, attention {measured[0].attention}",
+        notes=tuple(poor_fits(residuals)),
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    degree: Degree
+    residuals: tuple[Residual, Residual]
+    lm_tokens: int
+    attention: str
+
+
+def _measure_degree(config: EngineConfig, model: ModelConfig, plan: SweepPlan, console: Console) -> _Measured:
     from distserve.worker.executor import make_executor
 
-    model = ModelConfig.load(resolve_model(config.model))
     with console.status(f"loading {config.model}"):
         executor = make_executor(config, model)
     try:
-        return _measured(executor, config, model, plan, console, name)
+        fill_cache(executor)
+        sweep = EngineSweep(executor, model, plan, config.block_size)
+        prefills = plan.prefill_points(model.max_context, sweep.pool_tokens)
+        decodes = plan.decode_points(model.max_context, sweep.pool_tokens)
+        labels = (f"prefill tp={config.tp}", f"decode tp={config.tp}")
+        with _progress(console, dict(zip(labels, (len(prefills), len(decodes)), strict=True))) as advance:
+            prefill_points = sweep.prefill(prefills, lambda: advance(labels[0]))
+            decode_points = sweep.decode(decodes, lambda: advance(labels[1]))
     finally:
         executor.close()
-
-
-def _measured(
-    executor: Executor,
-    config: EngineConfig,
-    model: ModelConfig,
-    plan: SweepPlan,
-    console: Console,
-    name: str,
-) -> Profile:
-    fill_cache(executor)
-    sweep = EngineSweep(executor, model, plan, config.block_size)
-    context = min(config.max_context or model.max_context, model.max_context)
-    prefills = plan.prefill_points(context, sweep.pool_tokens)
-    decodes = plan.decode_points(context, sweep.pool_tokens)
-    with _progress(console, {"prefill": len(prefills), "decode": len(decodes)}) as advance:
-        prefill_points = sweep.prefill(prefills, lambda: advance("prefill"))
-        decode_points = sweep.decode(decodes, lambda: advance("decode"))
     prefill, decode = fit_prefill(prefill_points, config.tp), fit_decode(decode_points, config.tp)
-    singles = [(p.tokens, p.seconds) for p in prefill_points if p.requests == 1]
-    residuals = (prefill.residual, decode.residual)
-    return Profile(
-        device=name,
-        model_name=config.model,
-        model=model,
-        dtype=config.dtype,
-        degrees=(Degree(config.tp, prefill.pieces, decode.pieces),),
-        lm_tokens=measured_lm(singles),
-        residuals=residuals,
-        source=f"measured by distserve profile, attention {executor.attention}",
-        notes=tuple(poor_fits(residuals)),
+    return _Measured(
+        Degree(config.tp, prefill.pieces, decode.pieces),
+        (prefill.residual, decode.residual),
+        measured_lm([(p.tokens, p.seconds) for p in prefill_points if p.requests == 1]),
+        executor.attention,
+    )
+
+
+def _config(args: argparse.Namespace, tp: int, kind: str, max_batch: int) -> EngineConfig:
+    if not 1 <= tp <= len(args.device):
+        raise ConfigError(f"--tp={tp}: from 1 to the number of devices, --device={' '.join(args.device)}")
+    return EngineConfig.load(
+        {
+            "instance": "profile",
+            "role": "unified",
+            "model": args.model,
+            "devices": args.device[:tp],
+            "tp": tp,
+            "dtype": args.dtype or ("fp32" if kind == "cpu" else "bf16"),
+            "block_size": args.block_size,
+            "kv_bytes": args.kv_bytes,
+            "max_batch_size": max_batch,
+        },
+        "profile",
     )
 
 
