@@ -1,7 +1,7 @@
-"""Attention on the CPU: decode and KV store in C over the pages in place, prefill by torch.
+"""Attention on the CPU, in C over the pages in place.
 
-The C kernels reach about three quarters of the memory bandwidth, 5 to 8 times what gathering the blocks for torch's
-attention does. They take fp32 and bf16 and any block size that is a multiple of 16.
+Decode runs at the memory's speed, 5 to 8 times what gathering the blocks for torch's attention does; prefill takes less
+than half the time of torch's. fp32 and bf16, any block size that is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from distserve_kernels import compiled
 from distserve_kernels.backend import PrefillMeta
 from distserve_kernels.layout import TRANSPOSED
-from distserve_kernels.sdpa import SdpaBackend
 
-LANES, MAX_BLOCK, MAX_HEAD_DIM = 16, 256, 256
+LANES, MAX_BLOCK, MAX_HEAD_DIM = 16, 128, 256
 SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _DECODE = (_POINTER, _LONG, *[_POINTER] * 4, _LONG, _POINTER, *[_INT] * 5, _FLOAT, _INT, _INT)
+_PREFILL = (_POINTER, _LONG, *[_POINTER] * 4, *[_INT] * 6, _FLOAT, _INT, _INT)
 _STORE = (_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, *[_INT] * 4)
 
 
@@ -61,10 +61,9 @@ class CpuBackend:
     kv_head_axis = TRANSPOSED.kv_head_axis
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._torch = SdpaBackend(TRANSPOSED)
         self.allocate = TRANSPOSED.allocate
-        self.prefill = self._torch.prefill
         self._decode = {t: bind(library, f"paged_decode_{s}", _DECODE) for t, s in SUFFIX.items()}
+        self._prefill = {t: bind(library, f"paged_prefill_{s}", _PREFILL) for t, s in SUFFIX.items()}
         self._store = {t: bind(library, f"paged_store_{s}", _STORE) for t, s in SUFFIX.items()}
 
     def store(self, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
@@ -83,6 +82,43 @@ class CpuBackend:
             dim,
             key_pages.shape[3],
         )
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        meta: PrefillMeta,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        q = packed_heads(q)
+        tokens, heads, dim = q.shape
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+        row_bytes, out_row_bytes = q.stride(0) * q.element_size(), heads * dim * q.element_size()
+        row, threads = 0, torch.get_num_threads()
+        for i, (length, start) in enumerate(zip(meta.query_lens, meta.starts, strict=True)):
+            self._prefill[q.dtype](
+                q.data_ptr() + row * row_bytes,
+                q.stride(0),
+                out.data_ptr() + row * out_row_bytes,
+                key_pages.data_ptr(),
+                value_pages.data_ptr(),
+                meta.block_tables[i].data_ptr(),
+                start,
+                length,
+                heads,
+                key_pages.shape[1],
+                dim,
+                key_pages.shape[3],
+                scale,
+                sliding_window or 0,
+                threads,
+            )
+            row += length
+        return out
 
     def decode(
         self,

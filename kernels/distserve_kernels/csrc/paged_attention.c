@@ -1,4 +1,4 @@
-/* Decode attention over KV pages and the scatter into them, for fp32 and bf16 pages.
+/* Attention over KV pages and the scatter into them, for fp32 and bf16 pages; prefill is in paged_prefill_impl.h.
  *
  * K pages [block][kv_head][D][block_size], V pages [block][kv_head][block_size][D]; block_size is a multiple of 16.
  * Scores of 16 tokens fill one vector without horizontal sums; all query heads of a KV head (GQA) share each load of
@@ -19,9 +19,11 @@
 #define T float
 #define FN(name) name##_float
 #include "paged_attention_impl.h"
+#include "paged_prefill_impl.h"
 #undef T
 #undef FN
 
 #define T bf16
 #define FN(name) name##_bf16
 #include "paged_attention_impl.h"
+#include "paged_prefill_impl.h"

@@ -64,32 +64,45 @@ static void FN(values)(const T *v, const T *next, int tokens, int dim, int group
             for (int d = whole; d < dim; d++) out[g * MAX_HEAD_DIM + d] += FN(widen)(v[t * dim + d]) * p[g * CHUNK + t];
 }
 
-/* Where a walk over a sequence's chunk is: K blocks first, then V blocks. `page(i)` stays inside, so that a prefetch
- * past the end asks for a line that is there anyway. */
+/* The walk over a chunk of a sequence: its K blocks, its V blocks; what follows (`after`, K blocks of the next chunk or
+ * the next sequence) matters for prefetching only. */
 typedef struct {
     const T *key_pages, *value_pages;
-    const int32_t *table;
     size_t stride, offset;
-    int blocks;
+    const int32_t *table, *after;
+    int blocks, after_blocks;
 } FN(walk);
 
 INLINE const T *FN(page)(const FN(walk) *w, int i) {
-    if (i >= 2 * w->blocks) i = 2 * w->blocks - 1;
-    return (i < w->blocks ? w->key_pages : w->value_pages) + w->table[i % w->blocks] * w->stride + w->offset;
+    const T *pages = w->key_pages;
+    const int32_t *table = w->table;
+    if (i >= 2 * w->blocks + w->after_blocks) i = 2 * w->blocks - 1; /* nothing follows: a line that is there anyway */
+    if (i >= 2 * w->blocks) {
+        table = w->after;
+        i -= 2 * w->blocks;
+    } else if (i >= w->blocks) {
+        pages = w->value_pages;
+        i -= w->blocks;
+    }
+    return pages + table[i] * w->stride + w->offset;
 }
 
-/* Masks scores outside [low, tokens), turns them into probabilities and rescales what was accumulated so far. */
-static void FN(chunk_softmax)(float *s, int low, int tokens, int dim, float *top, float *total, float *out) {
-    const int padded = (tokens + LANES - 1) / LANES * LANES;
+/* Turns the scores of one row into probabilities, 0 outside the visible [low, high), and rescales what was accumulated
+ * so far. `width` is a multiple of 16. */
+static void FN(chunk_softmax)(float *s, int low, int high, int width, int dim, float *top, float *total, float *out) {
+    if (high <= low) {
+        memset(s, 0, sizeof(float) * width);
+        return;
+    }
     for (int t = 0; t < low; t++) s[t] = -INFINITY;
-    for (int t = tokens; t < padded; t++) s[t] = -INFINITY;
+    for (int t = high; t < width; t++) s[t] = -INFINITY;
     v16f most = splat(-INFINITY);
-    for (int t = 0; t < padded; t += LANES) most = max16(most, load_float(s + t));
+    for (int t = 0; t < width; t += LANES) most = max16(most, load_float(s + t));
     float new_top = top16(most);
     if (new_top < *top) new_top = *top;
     const float shrink = *top == -INFINITY ? 0.0f : exp16(splat(*top - new_top))[0];
     v16f sum = splat(0);
-    for (int t = 0; t < padded; t += LANES) {
+    for (int t = 0; t < width; t += LANES) {
         v16f p = exp16(load_float(s + t) - new_top);
         store_float(s + t, p);
         sum += p;
@@ -109,7 +122,8 @@ static void FN(decode_walk)(const T *query, T *result, FN(walk) walk, int length
     const int rows = heads * group, head_size = dim * block_size, last = (length - 1) / block_size;
     const int first = window > 0 && window < length ? length - window : 0; /* first visible position */
     const int per_chunk = CHUNK / block_size, ahead = 1 + (int)(AHEAD_BYTES / (sizeof(T) * heads * head_size + 1));
-    const int32_t *table = walk.table;
+    const int32_t *table = walk.table, *following = walk.after;
+    const int following_blocks = walk.after_blocks;
     for (int r = 0; r < rows; r++) {
         const T *from = query + (r / group * head_rows + r % group) * dim;
         for (int d = 0; d < dim; d++) {
@@ -123,6 +137,9 @@ static void FN(decode_walk)(const T *query, T *result, FN(walk) walk, int length
         const int begin = b0 * block_size;
         walk.blocks = last - b0 + 1 < per_chunk ? last - b0 + 1 : per_chunk;
         walk.table = table + b0;
+        const int left = last + 1 - b0 - walk.blocks;
+        walk.after = left ? walk.table + walk.blocks : following;
+        walk.after_blocks = left ? left : following_blocks;
         const int tokens = length - begin < walk.blocks * block_size ? length - begin : walk.blocks * block_size;
         for (int b = 0; b < walk.blocks; b++) {
             const T *k = FN(page)(&walk, b), *next = FN(page)(&walk, b + ahead);
@@ -131,8 +148,8 @@ static void FN(decode_walk)(const T *query, T *result, FN(walk) walk, int length
                            s + h * group * CHUNK + b * block_size);
         }
         for (int r = 0; r < rows; r++)
-            FN(chunk_softmax)(s + r * CHUNK, first > begin ? first - begin : 0, tokens, dim, top + r, total + r,
-                              out + r * MAX_HEAD_DIM);
+            FN(chunk_softmax)(s + r * CHUNK, first > begin ? first - begin : 0, tokens,
+                              (tokens + LANES - 1) / LANES * LANES, dim, top + r, total + r, out + r * MAX_HEAD_DIM);
         for (int b = 0; b < walk.blocks; b++) {
             const T *v = FN(page)(&walk, walk.blocks + b), *next = FN(page)(&walk, walk.blocks + b + ahead);
             const int here = tokens - b * block_size < block_size ? tokens - b * block_size : block_size;
@@ -164,8 +181,13 @@ EXPORT void FN(paged_decode)(const T *q, int64_t q_stride, T *out, const T *key_
             memset(row, 0, sizeof(T) * n * group * dim);
             continue;
         }
-        const FN(walk) walk = {key_pages, value_pages, tables + b * table_stride, (size_t)kv_heads * dim * block_size,
-                               (size_t)h * dim * block_size, 0};
+        FN(walk) walk = {.key_pages = key_pages, .value_pages = value_pages, .table = tables + b * table_stride};
+        walk.stride = (size_t)kv_heads * dim * block_size;
+        walk.offset = (size_t)h * dim * block_size;
+        if (parts == 1 && b + 1 < batch && lengths[b + 1] > 0 && window <= 0) {
+            walk.after = tables + (b + 1) * table_stride;
+            walk.after_blocks = (lengths[b + 1] + block_size - 1) / block_size;
+        }
         for (int g = 0; g < group; g += MAX_GROUP)
             FN(decode_walk)(q + b * q_stride + (h * group + g) * dim, row + g * dim, walk, lengths[b], window, n, group,
                             group - g < MAX_GROUP ? group - g : MAX_GROUP, dim, block_size, scale);
