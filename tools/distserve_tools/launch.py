@@ -255,7 +255,7 @@ class TritonServer:
             if time.monotonic() > deadline:
                 waiting = ", ".join(n for n, s in states.items() if s != "ready") or "none began to load"
                 raise ServerStartError(
-                    f"not ready after {self._options.start_timeout_s:.0f} s; still loading: {waiting}\n"
+                    f"not ready after {self._options.start_timeout_s:g} s; still loading: {waiting}\n"
                     f"{self._reason()}"
                 )
             time.sleep(0.1)

@@ -145,7 +145,8 @@ for chunk in Client("{server.grpc_url}").stream("The capital of France is", max_
 print()'
 """
     if stack.openai_url is not None:
-        chat = '{"messages": [{"role": "user", "content": "Say hello."}], "stream": true, "max_tokens": 16}'
+        messages = '"messages": [{"role": "user", "content": "Say hello."}], "stream": true, "max_tokens": 16'
+        chat = f'{{"model": "{stack.model_name}", {messages}}}'
         text += f"""
 curl -sN {stack.openai_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'
 """

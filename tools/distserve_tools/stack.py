@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distserve.core.model_config import resolve_model
 from distserve.serving.orchestrator_config import OrchestratorConfig
 from distserve_tools import die_with_parent
 from distserve_tools.client import Client
@@ -34,6 +35,12 @@ class Stack:
     client: Client | None
     orchestrator: OrchestratorConfig | None
     openai_url: str | None  # http://host:port
+
+    @property
+    def model_name(self) -> str:
+        """What the OpenAI front end calls the model."""
+        assert self.orchestrator is not None
+        return resolve_model(self.orchestrator.model).name
 
 
 @contextlib.contextmanager

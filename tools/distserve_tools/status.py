@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -21,12 +22,13 @@ from distserve_tools.client import Client, RequestError
 _COLUMNS = (
     ("running", "running"),
     ("queued", "queued"),
-    ("queued tokens", "queued_tokens"),
+    ("tokens", "queued_tokens"),
     ("leases", "leases"),
-    ("transfers", "transfers_pending"),
-    ("preemptions", "preemptions"),
-    ("restarts", "restarts"),
+    ("pulls", "transfers_pending"),
+    ("preempt", "preemptions"),
+    ("restart", "restarts"),
 )
+_TOTALS = (("requests", "requests"), ("queued", "queued"), ("queued tokens", "queued_tokens"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,18 +66,17 @@ def _watch(client: Client, status: dict[str, Any], args: argparse.Namespace) -> 
 
 def status_table(status: dict[str, Any]) -> RenderableType:
     """A line of totals and a table with a row per instance."""
-    table = Table()
-    for name in ("instance", "role", "state", "KV blocks used"):
-        table.add_column(name)
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("instance", "role", "state", "KV blocks"):
+        table.add_column(name, no_wrap=name != "state")
     for label, _ in _COLUMNS:
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", no_wrap=True)
     for entry in status["instances"]:
         cells = [str(entry.get(key, "")) for _, key in _COLUMNS]
         table.add_row(entry["instance"], entry["role"], _state(entry), _blocks(entry), *cells)
-    totals = "  ".join(
-        f"{key} {value}" for key, value in status.items() if isinstance(value, (bool, int, float, str))
-    )
-    return Group(Text(totals), table)
+    totals = "  ".join(f"{label} {status[key]}" for label, key in _TOTALS)
+    ready = "[green]ready[/green]" if status["ready"] else "[red]not ready[/red]"
+    return Group(Text.from_markup(f"{ready}  {escape(status['model'])}  {totals}"), table)
 
 
 def _state(entry: dict[str, Any]) -> str:
@@ -83,14 +84,14 @@ def _state(entry: dict[str, Any]) -> str:
         return "drained" if entry.get("drained") else "draining"
     if entry.get("usable"):
         return "[green]up[/green]"
-    return f"[red]{entry.get('phase')}[/red] {entry.get('reason') or ''}".strip()
+    return f"[red]{entry.get('phase')}[/red] {escape(entry.get('reason') or '')}".strip()
 
 
 def _blocks(entry: dict[str, Any]) -> str:
     total, free = entry.get("blocks_total"), entry.get("blocks_free")
     if not total or free is None:
         return ""
-    return f"{total - free}/{total} ({(total - free) / total:.0%})"
+    return f"{total - free}/{total}"
 
 
 def only_local_server() -> str:
