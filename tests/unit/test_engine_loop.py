@@ -98,11 +98,15 @@ class ManualPuller:
     """Copies are done, or fail, when the test says so."""
 
     copies: list[tuple[Handle, list[int], Future[Any]]] = field(default_factory=list)
+    cancelled: list[Future[Any]] = field(default_factory=list)
 
     def pull(self, handle: Handle, dst_blocks: Sequence[int], deadline: float) -> Future[Any]:
         future: Future[Any] = Future()
         self.copies.append((handle, list(dst_blocks), future))
         return future
+
+    def cancel(self, future: Future[Any]) -> None:
+        self.cancelled.append(future)
 
     def close(self) -> None:
         pass
@@ -328,6 +332,7 @@ def test_cancel_in_every_stage_of_decode() -> None:
         assert d.last(id)["reason"] == "cancelled"
     assert d.blocks.free == d.blocks.num_blocks - 2  # the copy still writes
     assert d.load.transfers_pending == 1
+    assert d.puller.cancelled == [d.puller.copies[-1][2]]
     copy_pages(p, d)
     d.assert_empty()
 

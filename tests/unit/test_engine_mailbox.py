@@ -48,6 +48,7 @@ class Rig:
         self.mailbox.start()
         self.connection = EngineConnection(ours)
         self.call = self.connection.call
+        self.call("poll", ack=0, **ME)  # the first one tells the load at once
 
     def submit(self, *ids: str, identity: dict[str, Any] = ME, prompt: int = 4) -> list[dict[str, Any]]:
         entries = [{"id": id, "prompt": [1] * prompt, "max_tokens": 2} for id in ids]
@@ -77,7 +78,6 @@ def rig() -> Iterator[Rig]:
 
 def test_a_poll_is_held_until_there_is_an_event(rig: Rig) -> None:
     assert rig.submit("r") == [{"id": "r", "ok": True}]
-    rig.call("poll", ack=0, **ME)  # tells the first load at once
     poll = rig.connection.start("poll", ack=0, **ME)
     time.sleep(0.05)
     assert not poll.done()
@@ -95,7 +95,6 @@ def test_a_poll_is_held_until_there_is_an_event(rig: Rig) -> None:
 
 
 def test_a_second_poll_ends_the_first(rig: Rig) -> None:
-    rig.call("poll", ack=0, **ME)  # tells the first load at once
     first = rig.connection.start("poll", ack=0, **ME)
     second = rig.connection.start("poll", ack=0, **ME)
     assert decode_reply(first.result(HEARTBEAT_S / 2))["events"] == []
@@ -132,7 +131,6 @@ def test_the_load_counts_what_is_on_its_way_to_the_loop(rig: Rig) -> None:
 
 
 def test_a_poll_ends_when_there_is_room_again(rig: Rig) -> None:
-    rig.call("poll", ack=0, **ME)  # tells 1000 credits
     rig.submit("a", "b", "c", prompt=90)
     poll = rig.connection.start("poll", ack=0, **ME)
     rig.mailbox.publish([], Load(credits=730, taken=3, taken_tokens=270))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distserve.core.blocks import BlockManager
 from distserve.core.decode_scheduler import DecodeScheduler
@@ -25,7 +25,18 @@ class Puller(Protocol):
 
     def pull(self, handle: Handle, dst_blocks: Sequence[int], deadline: float) -> Future[TransferStats]: ...
 
+    def cancel(self, future: Future[TransferStats]) -> None:
+        """The copy is to end soon, with an error."""
+        ...
+
     def close(self) -> None: ...
+
+
+class Copy(NamedTuple):
+    """A copy that runs, and the blocks that it writes to."""
+
+    blocks: list[int]
+    future: Future[TransferStats]
 
 
 class DecodeRole:
@@ -49,7 +60,7 @@ class DecodeRole:
         self._inbox = inbox
         self._timeout_s = transfer_timeout_s
         self._arriving: dict[str, EngineRequest] = {}  # incoming or being pulled
-        self._copies: dict[str, list[int]] = {}  # blocks that a running copy writes to
+        self._copies: dict[str, Copy] = {}
 
     def accept(self, state: EngineRequest) -> None:
         if state.handle is None:
@@ -71,12 +82,16 @@ class DecodeRole:
         assert state.handle is not None
         key, blocks = state.key, list(state.request.blocks)
         self.blocks.hold(blocks)
-        self._copies[key] = blocks
-        future = self._puller.pull(state.handle, blocks, now + self._timeout_s)
+        try:
+            future = self._puller.pull(state.handle, blocks, now + self._timeout_s)
+        except TransferError as error:
+            future = Future()
+            future.set_exception(error)
+        self._copies[key] = Copy(blocks, future)
         future.add_done_callback(lambda done: self._inbox.post(Pulled(key, done)))
 
     def pulled(self, event: Pulled, listener: Listener) -> None:
-        self.blocks.drop(self._copies.pop(event.key))
+        self.blocks.drop(self._copies.pop(event.key).blocks)
         state = self._arriving.pop(event.key, None)
         if state is None:
             return  # cancelled meanwhile
@@ -91,6 +106,9 @@ class DecodeRole:
     def cancel(self, state: EngineRequest) -> None:
         self._arriving.pop(state.key, None)
         self.scheduler.cancel(state.key)
+        copy = self._copies.get(state.key)
+        if copy is not None:
+            self._puller.cancel(copy.future)
 
     def renew(self, states: Iterable[EngineRequest], now: float) -> None:
         pass

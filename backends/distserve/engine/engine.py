@@ -12,15 +12,13 @@ from typing import Any
 from distserve.core.blocks import BlockManager
 from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig, resolve_model
-from distserve.core.scheduler import Limits
-from distserve.core.unified_scheduler import UnifiedScheduler
 from distserve.engine.admission import Admission, Bounds
+from distserve.engine.build import make_layout, make_role
 from distserve.engine.connection import FrameConnection
 from distserve.engine.inbox import Inbox
 from distserve.engine.loop import EngineLoop
 from distserve.engine.mailbox import Mailbox
 from distserve.engine.ops import Op
-from distserve.engine.roles import Role, UnifiedRole
 from distserve.engine.status import Load, status_fields
 from distserve.models.fingerprint import model_fingerprint
 from distserve.worker.device import bind_device, parse_device
@@ -47,12 +45,14 @@ class Engine:
         blocks = BlockManager(self._executor.num_blocks, config.block_size)
         self._bounds = Bounds.of(config, model, blocks.num_blocks)
         self._inbox: Inbox[Op] = Inbox()
-        epoch = secrets.randbits(53)
+        epoch, model_hash = new_epoch(), model_fingerprint(folder)
+        self._layout = make_layout(config, model, model_hash, self._executor.kv_cache)
         self.identity: dict[str, Any] = {
             "instance": config.instance,
             "role": config.role,
             "epoch": epoch,
-            "model_hash": model_fingerprint(folder),
+            "model_hash": model_hash,
+            "layout": self._layout.to_wire(),
             "max_context": self._bounds.max_context,
             "block_size": config.block_size,
             "blocks_total": blocks.num_blocks,
@@ -60,7 +60,7 @@ class Engine:
             "attention": self._executor.attention,
             "pid": os.getpid(),
         }
-        self._role = make_role(config, blocks)
+        self._role = make_role(config, blocks, self._executor.kv_cache, self._layout, epoch, self._inbox)
         self._loop = EngineLoop(self._role, self._executor, self._inbox, clock)
 
     def stop(self, reason: str) -> None:
@@ -75,7 +75,7 @@ class Engine:
         mailbox = Mailbox(
             FrameConnection(sock),
             self._inbox,
-            Admission(self._bounds),
+            Admission(self._bounds, self._layout if self._config.role == "decode" else None),
             self._status,
             self._loop.load(),
             epoch=self.identity["epoch"],
@@ -97,6 +97,6 @@ class Engine:
         return status_fields(self.identity, load, self._loop.counters, self._started_s, self._clock())
 
 
-def make_role(config: EngineConfig, blocks: BlockManager) -> Role:
-    limits = Limits.of(config)
-    return UnifiedRole(UnifiedScheduler(limits, blocks, config.policy), blocks)
+def new_epoch() -> int:
+    """53 bits: milliseconds since 1970, so that a later start has a higher epoch, and 12 random bits."""
+    return (int(time.time() * 1000) << 12 | secrets.randbits(12)) & ((1 << 53) - 1)
