@@ -170,7 +170,7 @@ def test_a_server_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
             drain_timeout_s=0.5,
         )
     )
-    with pytest.raises(ServerStartError, match="not ready after 0.5 s; still loading: none began to load"):
+    with pytest.raises(ServerStartError, match=r"not ready after 0.5 s; still loading: none began to load"):
         server.start()
     assert not server.alive()
 
