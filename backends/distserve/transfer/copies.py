@@ -1,0 +1,89 @@
+"""Copies between pages and staging buffers, on the pages' device: at once on a CPU, on an own stream on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distserve.transfer.chunks import Piece, units
+from distserve.transfer.errors import timed_out
+from distserve.transfer.packing import Packer
+
+PAUSE_S = 50e-6  # between two looks at a CUDA event
+SETTLE_S = 1.0  # for copies that were issued before a transfer failed
+
+
+class Copies:
+    """One staging buffer per lane of a pair, and the packing in and out of them.
+
+    With `on_host` (Gloo with pages on a GPU) messages go through pinned host memory; else the packed buffer
+    is the message. `limit` is the size of a buffer in units (see `chunks`); memory is `lanes * limit` units
+    and stays that.
+    """
+
+    def __init__(self, packer: Packer, lanes: int, limit: int, on_host: bool) -> None:
+        self._packer = packer
+        size, device = limit * packer.unit, packer.device
+        cuda: Any = torch.cuda  # untyped in torch
+        self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
+        with self.current():  # so that their memory is not given to another stream while a copy runs
+            self._buffers = [torch.empty(size, dtype=packer.dtype, device=device) for _ in range(lanes)]
+        self._wire = self._buffers
+        if on_host and device.type != "cpu":
+            self._wire = [torch.empty(size, dtype=packer.dtype, pin_memory=True) for _ in range(lanes)]
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Work issued inside belongs to the own stream; the channel's operations are ordered with it."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def after(self, event: Any) -> None:
+        """Copies from here on come after what `event` (of `mark`) stands for."""
+        if event is not None:
+            self._stream.wait_event(event)
+
+    def pack(self, lane: int, message: Sequence[Piece], blocks: Tensor, deadline: float) -> Tensor:
+        """Gathers a message's blocks; returns what is to be sent."""
+        filled = self._packer.pack(message, blocks, self._buffers[lane])
+        if self._wire is self._buffers:
+            return filled
+        out = self._wire[lane][: filled.numel()]
+        out.copy_(filled, non_blocking=True)
+        self.finish(deadline)
+        return out
+
+    def target(self, lane: int, message: Sequence[Piece]) -> Tensor:
+        """Where a message is to be received."""
+        return self._wire[lane][: units(message) * self._packer.unit]
+
+    def unpack(self, lane: int, message: Sequence[Piece], blocks: Tensor, deadline: float) -> None:
+        """Scatters a received message into the request's blocks."""
+        buffer = self._buffers[lane]
+        if self._wire is not self._buffers:
+            buffer.copy_(self._wire[lane], non_blocking=True)
+        self._packer.unpack(message, blocks, buffer)
+        if self._wire is not self._buffers:
+            self.finish(deadline)  # the next message overwrites the host buffer
+
+    def finish(self, deadline: float) -> None:
+        """Until all copies issued so far have ended. Raises `TransferError` at the deadline."""
+        if self._stream is None:
+            return
+        event = self._stream.record_event()
+        while not event.query():
+            if time.monotonic() >= deadline:
+                raise timed_out("copy on the device")
+            time.sleep(PAUSE_S)
+
+
+def mark(device: torch.device) -> Any:
+    """A point in the caller's current stream, for `Copies.after`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).record_event()

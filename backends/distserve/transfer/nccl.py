@@ -1,0 +1,96 @@
+"""The NCCL side of a pair. Imported only where GPUs are used; nothing here touches CUDA at import.
+
+NCCL must neither hang nor end the process when a peer dies. So a pair's group runs without torch's own
+guards, and this module keeps the deadline: made under `TORCH_NCCL_BLOCKING_WAIT` a group has no watchdog and
+no heartbeat monitor (the two threads that may end the process); waiting means looking at the operation's CUDA
+event; a deadline or an error aborts this communicator alone, which ends its kernels, so that the streams go
+on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from distserve.transfer.channel import GroupChannel, first_line, left
+from distserve.transfer.errors import TransferError, peer_gone, timed_out
+from distserve.transfer.rendezvous import ControlStore
+
+FIRST_PAUSE_S = 20e-6  # between two looks at an event; doubles up to the longest
+LONGEST_PAUSE_S = 1e-3
+ABORT_S = 5.0  # torch gives up waiting for an abort after this
+
+
+class NcclChannel(GroupChannel):
+    """Two messages in flight over one communicator, which keeps a pair's messages in order by itself."""
+
+    _environment: ClassVar[threading.Lock] = threading.Lock()  # the process has one environment
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        if not dist.is_nccl_available():
+            raise ValueError("backend='nccl': this torch was built without NCCL; allowed is 'gloo'")
+        if device.type != "cuda":
+            raise ValueError(f"backend='nccl': pages are on {device}; allowed are CUDA devices")
+        super().__init__(rank, lanes=2, groups=1)
+        self._device = device
+
+    def _make(self, store: ControlStore, local_host: str, deadline: float) -> Any:
+        del local_host  # NCCL finds its own interfaces
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = min(left(deadline, "pair group"), timedelta(seconds=ABORT_S))
+        options.config.blocking = 0  # a communicator that is being made can be aborted as well
+        with self._settings(math.ceil(left(deadline, "pair group").total_seconds())):
+            return dist.ProcessGroupNCCL(store, self._rank, 2, options)
+
+    def _wait(self, work: Any, deadline: float) -> TransferError | None:
+        pause = FIRST_PAUSE_S
+        try:
+            while not work.is_completed():
+                if time.monotonic() >= deadline:
+                    return timed_out("message")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            work.wait()  # returns at once; raises what went wrong
+        except RuntimeError as error:
+            return peer_gone(f"message: {first_line(error)}")
+        return None
+
+    def _drop(self, group: Any) -> None:
+        # after ABORT_S torch raises; the abort then goes on in a thread of torch's own
+        with contextlib.suppress(RuntimeError):
+            group.abort()  # never `shutdown`, which waits for kernels that a dead peer keeps running
+
+    def _token_device(self) -> torch.device:
+        return self._device
+
+    @classmethod
+    @contextmanager
+    def _settings(cls, timeout_s: int) -> Iterator[None]:
+        """torch reads these when a group is made; other groups of the process keep theirs."""
+        wanted = {
+            "TORCH_NCCL_BLOCKING_WAIT": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, timeout_s)),
+        }
+        with cls._environment:
+            before = {name: os.environ.get(name) for name in wanted}
+            os.environ.update(wanted)
+            try:
+                yield
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value

@@ -1,0 +1,125 @@
+"""What a puller asks of a source and what the source answers, checked field by field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from distserve.core.parsing import ConfigError
+from distserve.core.shapes import Shape
+from distserve.transfer.control import Message
+from distserve.transfer.errors import TransferError, bad_message
+from distserve.transfer.handle import MOST_RANKS, Handle, Layout
+from distserve.transfer.leases import Claimant
+
+LONGEST_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """One destination rank asks one source rank for its slices of a handle's KV.
+
+    `units`: size of the puller's staging buffers; `timeout_s`: what is left until its deadline (clocks
+    differ).
+    """
+
+    handle: Handle
+    layout: Layout
+    claimant: Claimant
+    rank: int
+    num_blocks: int
+    units: int
+    backend: str
+    timeout_s: float
+
+    def to_wire(self) -> Message:
+        return {
+            "op": "pull",
+            "handle": self.handle.to_wire(),
+            "layout": self.layout.to_wire(),
+            "instance": self.claimant.instance,
+            "epoch": self.claimant.epoch,
+            "rank": self.rank,
+            "num_blocks": self.num_blocks,
+            "units": self.units,
+            "backend": self.backend,
+            "timeout_s": self.timeout_s,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Message) -> PullRequest:
+        """Raises `TransferError` (INVALID_ARGUMENT) naming the field."""
+        try:
+            handle, layout = Handle.from_wire(wire.get("handle")), Layout.from_wire(wire.get("layout"))
+            shape = Shape(layout.tp, layout.pp)
+        except (ValueError, ConfigError) as error:
+            raise bad_message(str(error)) from None
+        if shape.ranks > MOST_RANKS:
+            raise bad_message(f"layout: tp={shape.tp} x pp={shape.pp}; allowed are {MOST_RANKS} ranks")
+        rank = _integer(wire, "rank", 0, shape.ranks - 1)
+        instance, backend, timeout_s = wire.get("instance"), wire.get("backend"), wire.get("timeout_s")
+        if not isinstance(instance, str) or len(instance) > 256:
+            raise bad_message("instance: must be a string of at most 256 characters")
+        if not isinstance(backend, str):
+            raise bad_message("backend: must be a string")
+        if not isinstance(timeout_s, float) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+            raise bad_message(f"timeout_s={timeout_s!r}: must be in (0, {LONGEST_TIMEOUT_S}]")
+        return cls(
+            handle=handle,
+            layout=layout,
+            claimant=Claimant(instance, _integer(wire, "epoch", 0, 2**63 - 1), shape),
+            rank=rank,
+            num_blocks=_integer(wire, "num_blocks", 1, 2**40),
+            units=_integer(wire, "units", 1, 2**40),
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The source's answer: `messages` messages of at most `units` units, `bytes` together. Both must agree on
+    them.
+    """
+
+    messages: int
+    units: int
+    bytes: int
+    fresh: bool  # both make a new pair group first
+
+    def to_wire(self) -> Message:
+        return {
+            "ok": True,
+            "messages": self.messages,
+            "units": self.units,
+            "bytes": self.bytes,
+            "fresh": self.fresh,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Message) -> Accepted:
+        """Raises `TransferError` (INVALID_ARGUMENT) naming the field."""
+        if wire.get("ok") is not True or not isinstance(wire.get("fresh"), bool):
+            raise bad_message("answer to a pull: neither accepted nor refused")
+        return cls(
+            _integer(wire, "messages", 0, 2**40),
+            _integer(wire, "units", 0, 2**40),
+            _integer(wire, "bytes", 0, 2**60),
+            wire["fresh"],
+        )
+
+
+def refusal_to_wire(error: TransferError) -> Message:
+    return {"ok": False, "code": error.code, "reason": error.reason, "message": str(error)[:1024]}
+
+
+def refusal_from_wire(wire: Message) -> TransferError:
+    code, reason, message = (str(wire.get(name))[:1024] for name in ("code", "reason", "message"))
+    return TransferError(code, reason, f"source: {message}")
+
+
+def _integer(wire: Message, name: str, least: int, most: int) -> int:
+    value: Any = wire.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise bad_message(f"{name}={value!r}: must be an integer in [{least}, {most}]")
+    return value

@@ -1,0 +1,192 @@
+"""The source's end of one pair: answers requests one after the other, packs and sends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distserve.core.parsing import ConfigError
+from distserve.core.shapes import Shape
+from distserve.transfer.channel import SOURCE, Channel, open_channel
+from distserve.transfer.chunks import message_units, messages, total_units
+from distserve.transfer.control import Control, Message, welcome
+from distserve.transfer.copies import SETTLE_S, Copies
+from distserve.transfer.errors import TransferError, bad_message
+from distserve.transfer.handle import Layout
+from distserve.transfer.leases import Claim, LeaseTable
+from distserve.transfer.packing import Packer
+from distserve.transfer.plan import Slice, callers, contacts
+from distserve.transfer.request import Accepted, PullRequest, refusal_to_wire
+
+GREETING_S = 5.0
+IDLE_S = 300.0  # longer than a puller keeps an idle pair, so that it is the puller that closes it
+
+
+@dataclass(frozen=True, slots=True)
+class SenderConfig:
+    """What all pairs of one source share. `units`: size of a staging buffer (see `chunks`)."""
+
+    packer: Packer
+    leases: LeaseTable
+    shape: Shape
+    rank: int
+    layout: Layout
+    instance: str
+    epoch: int
+    secret: bytes | None
+    backend: str
+    units: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One accepted request: `messages` messages of at most `units` units."""
+
+    claim: Claim
+    slices: Sequence[Slice]
+    messages: int
+    units: int
+    bytes: int
+    deadline: float
+
+
+# (outcome: "confirmed", "failed", "cancelled" or "refused"; bytes; seconds)
+Record = Callable[[str, int, float], None]
+
+
+class Sender:
+    """One control connection and, once something is sent, its pair group. `run` is the body of the pair's
+    thread.
+    """
+
+    def __init__(self, config: SenderConfig, sock: socket.socket, record: Record) -> None:
+        self._config = config
+        self._record = record
+        self._control = Control(sock)
+        self._channel: Channel | None = None
+        self._copies: Copies | None = None
+
+    def run(self) -> None:
+        """Until the peer goes, stays away too long or breaks the rules: then this pair alone is torn down."""
+        try:
+            welcome(self._control, self._config.secret, time.monotonic() + GREETING_S)
+            while True:
+                self._serve(self._control.recv(time.monotonic() + IDLE_S))
+        except TransferError:
+            pass  # counted where it happened; the peer learns it from the closed connection
+        finally:
+            self._control.close()
+            if self._channel is not None:
+                self._channel.close()
+
+    def interrupt(self) -> None:
+        """Makes the thread end. From any thread."""
+        self._control.interrupt()
+
+    def _serve(self, wire: Message) -> None:
+        start = time.monotonic()
+        try:
+            if wire.get("op") != "pull":
+                raise bad_message(f"op={wire.get('op')!r}: allowed is 'pull'")
+            job = self._accept(PullRequest.from_wire(wire), start)
+        except TransferError as error:
+            self._record("refused", 0, 0.0)
+            self._control.send(refusal_to_wire(error), start + self._config.timeout_s)
+            return
+        outcome = "failed"
+        try:
+            outcome = "confirmed" if self._transfer(job) else "cancelled"
+        finally:  # whatever happened, this copy has ended
+            if outcome == "confirmed":
+                self._config.leases.confirm(job.claim)
+            else:
+                self._config.leases.fail(job.claim)
+            self._record(outcome, job.bytes, time.monotonic() - start)
+
+    def _accept(self, request: PullRequest, start: float) -> Job:
+        """Checks everything that can be wrong with a request, then claims the lease."""
+        config = self._config
+        handle = request.handle
+        if handle.instance != config.instance:
+            raise _refused(
+                "wrong_instance", f"handle.instance={handle.instance!r}: this is {config.instance!r}"
+            )
+        if handle.epoch != config.epoch:
+            raise _refused("stale_epoch", f"handle.epoch={handle.epoch}: this start has {config.epoch}")
+        mismatch = config.layout.mismatch(request.layout)
+        if mismatch is not None:
+            raise _refused("layout_mismatch", f"layout.{mismatch}")
+        if request.backend != config.backend:
+            raise _refused(
+                "backend_mismatch", f"backend={request.backend!r}: this instance has {config.backend!r}"
+            )
+        if request.num_blocks != handle.num_blocks:
+            raise _refused(
+                "wrong_blocks", f"num_blocks={request.num_blocks}: the handle has {handle.num_blocks}"
+            )
+        try:
+            calls = contacts(
+                config.shape, request.claimant.shape, config.layout.layers, config.layout.kv_heads
+            )
+            slices = calls[request.rank].get(config.rank, [])
+            count, units = message_units(slices, request.num_blocks, min(config.units, request.units))
+        except (ConfigError, ValueError) as error:
+            raise _refused("wrong_shape", str(error)) from None
+        claim = config.leases.claim(handle, request.claimant, request.rank, callers(calls, config.rank))
+        size = total_units(slices, request.num_blocks) * config.packer.unit * config.packer.dtype.itemsize
+        return Job(claim, slices, count, units, size, start + min(config.timeout_s, request.timeout_s))
+
+    def _transfer(self, job: Job) -> bool:
+        """True once the puller has confirmed, False if it has cancelled. Raises `TransferError`."""
+        fresh = job.messages > 0 and self._channel is None
+        self._control.send(Accepted(job.messages, job.units, job.bytes, fresh).to_wire(), job.deadline)
+        config = self._config
+        if fresh:
+            device = config.packer.device
+            self._channel = open_channel(config.backend, SOURCE, device, self._control, job.deadline)
+            self._copies = Copies(config.packer, self._channel.lanes, config.units, config.backend == "gloo")
+        if self._channel is not None and self._copies is not None and job.messages:
+            try:
+                if not self._send(job, self._channel, self._copies):
+                    return False
+            finally:
+                with contextlib.suppress(TransferError):
+                    self._copies.finish(time.monotonic() + SETTLE_S)
+        return self._ended(self._control.recv(job.deadline))
+
+    def _send(self, job: Job, channel: Channel, copies: Copies) -> bool:
+        blocks = torch.tensor(job.claim.blocks, dtype=torch.int64, device=self._config.packer.device)
+        allowed = (
+            0  # messages the puller is ready for; so neither end ever waits inside a group for a slow peer
+        )
+        for index, message in enumerate(messages(job.slices, len(blocks), job.units)):
+            lane = index % channel.lanes
+            channel.wait(lane, job.deadline)  # its buffer is free again
+            with copies.current():
+                content = copies.pack(lane, message, blocks, job.deadline)
+                while allowed <= index:
+                    reply = self._control.recv(job.deadline)
+                    if reply.get("op") == "cancel":
+                        return False
+                    if reply.get("op") != "ready":
+                        raise bad_message(f"op={reply.get('op')!r}: allowed are 'ready' and 'cancel'")
+                    allowed += 1
+                channel.send(lane, content)
+        for lane in range(channel.lanes):
+            channel.wait(lane, job.deadline)
+        return True
+
+    def _ended(self, reply: Message) -> bool:
+        if reply.get("op") not in ("confirm", "cancel"):
+            raise bad_message(f"op={reply.get('op')!r}: allowed are 'confirm' and 'cancel'")
+        return bool(reply["op"] == "confirm")
+
+
+def _refused(reason: str, message: str) -> TransferError:
+    return TransferError("FAILED_PRECONDITION", reason, message)
