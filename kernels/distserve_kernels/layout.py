@@ -52,9 +52,11 @@ class PageLayout:
 
     def write(self, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
         """Scatter k, v [T, kv_heads, D] to slots [T] (block * block_size + offset; negative: not stored)."""
-        kept = slots >= 0
-        if not bool(kept.all()):
+        if slots.is_cpu:
+            kept = slots >= 0
             k, v, slots = k[kept], v[kept], slots[kept]
+        else:
+            k, v, slots = fold_padding(k, v, slots)
         size = self.block_size(value_pages)
         block, offset = slots // size, slots % size
         if self.transposed:
@@ -77,6 +79,18 @@ class PageLayout:
 
 TRANSPOSED = PageLayout("transposed", kv_head_axis=1, transposed=True)
 TOKENS = PageLayout("tokens", kv_head_axis=2, transposed=False)
+
+
+def fold_padding(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lets rows with a negative slot repeat the row of the highest one: equal writes to one place, without reading the
+    count back to the host, which would stall a GPU and is not allowed in a graph. At least one slot must be real."""
+    best = slots.argmax()
+    real = (slots >= 0).view(-1, 1, 1)
+    return (
+        torch.where(real, k, k[best]),
+        torch.where(real, v, v[best]),
+        torch.where(slots >= 0, slots, slots[best]),
+    )
 
 
 def default_layout(device: torch.device) -> PageLayout:

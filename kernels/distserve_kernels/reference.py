@@ -30,9 +30,7 @@ def attention(
     return torch.einsum("htl,lhd->thd", scores.softmax(-1), values).to(q.dtype)
 
 
-def visible(
-    queries: int, keys: int, start: int, sliding_window: int | None, device: torch.device
-) -> Tensor:
+def visible(queries: int, keys: int, start: int, sliding_window: int | None, device: torch.device) -> Tensor:
     """Boolean [queries, keys]: may the query at position start + i see the key at position j?"""
     position = torch.arange(start, start + queries, device=device).unsqueeze(1)
     key = torch.arange(keys, device=device)

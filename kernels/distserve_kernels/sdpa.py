@@ -98,9 +98,7 @@ def read_context(
     return keys[:length], values[:length]
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, sliding_window: int | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, sliding_window: int | None) -> Tensor:
     """Causal attention of one sequence, q [T, Hq, D], k and v [start + T, Hkv, D] -> [T, Hq, D]."""
     whole = start == 0 and (sliding_window is None or q.shape[0] <= sliding_window)
     mask = None if whole else visible(q.shape[0], k.shape[0], start, sliding_window, q.device)

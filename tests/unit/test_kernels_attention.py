@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from distserve_kernels.backend import PROVIDERS, AttentionBackend, PrefillMeta, choose_backend, pad_tables
-from distserve_kernels.layout import TOKENS, TRANSPOSED
+from distserve_kernels.layout import TOKENS, TRANSPOSED, fold_padding
 from distserve_kernels.reference import ReferenceBackend
 from distserve_kernels.sdpa import SdpaBackend
 from torch import Tensor
@@ -13,7 +13,17 @@ from torch import Tensor
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16]
-HEADS = [(4, 4, 64), (12, 3, 64), (8, 1, 64), (4, 1, 80), (6, 2, 96), (4, 2, 128), (3, 1, 8), (2, 2, 16), (20, 1, 32)]
+HEADS = [
+    (4, 4, 64),
+    (12, 3, 64),
+    (8, 1, 64),
+    (4, 1, 80),
+    (6, 2, 96),
+    (4, 2, 128),
+    (3, 1, 8),
+    (2, 2, 16),
+    (20, 1, 32),
+]
 
 
 class Case:
@@ -78,7 +88,9 @@ def test_decode(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 20])
-def test_prefill(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, window: int | None) -> None:
+def test_prefill(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, window: int | None
+) -> None:
     queries = [1, block_size - 1, block_size, block_size + 1, 37, 5, 150]
     starts = [0, 0, 0, 0, 2 * block_size, 3 * block_size + 5, 130]
     for backend in backends(dtype, heads[2], block_size):
@@ -88,7 +100,10 @@ def test_prefill(heads: tuple[int, int, int], block_size: int, dtype: torch.dtyp
         q, k, v = case.qkv(sum(queries), strided=True)
         positions = [p for n, s in zip(queries, starts, strict=True) for p in range(s, s + n)]
         owners = [i for i, n in enumerate(queries) for _ in range(n)]
-        slots = [tables[i][p // block_size] * block_size + p % block_size for i, p in zip(owners, positions, strict=True)]
+        slots = [
+            tables[i][p // block_size] * block_size + p % block_size
+            for i, p in zip(owners, positions, strict=True)
+        ]
         backend.store(k, v, case.keys, case.values, torch.tensor(slots))
         call = (q, k, v, case.keys, case.values, meta, case.scale, window)
         case.close(backend.prefill(*call), case.twin.prefill(*call))
@@ -100,7 +115,13 @@ def test_prefill(heads: tuple[int, int, int], block_size: int, dtype: torch.dtyp
 def test_store(block_size: int, dtype: torch.dtype, strided: bool) -> None:
     for backend in backends(dtype, 24, block_size):
         case = Case(backend, (6, 2, 24), block_size, dtype)
-        slots = list(range(5, 45)) + [200, 100, 199, -1, 201]  # a run over several blocks, single ones, padding
+        slots = list(range(5, 45)) + [
+            200,
+            100,
+            199,
+            -1,
+            201,
+        ]  # a run over several blocks, single ones, padding
         _, k, v = case.qkv(len(slots), strided)
         want = case.keys.clone(), case.values.clone()
         case.twin.store(k, v, *want, torch.tensor(slots))
@@ -178,3 +199,19 @@ def test_choice_is_by_shape_and_can_be_forced() -> None:
     with pytest.raises(ValueError, match="attention_backend='flash_attn' can't serve: flash_attn: "):
         choose_backend(CPU, torch.float32, 64, 16, "flash_attn")
     assert set(PROVIDERS) == {"flash_attn", "triton", "c", "sdpa", "reference"}
+
+
+def test_padding_is_folded_into_a_real_row() -> None:
+    """The way devices other than CPUs skip rows: what is stored is what the filtered rows store."""
+    k, v = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    slots = torch.tensor([3, -1, 7, -1])
+    folded = fold_padding(k, v, slots)
+    for layout in (TRANSPOSED, TOKENS):
+        want, got = (
+            layout.allocate(2, 16, 2, 8, torch.float32, CPU),
+            layout.allocate(2, 16, 2, 8, torch.float32, CPU),
+        )
+        layout.write(k, v, *want, slots)
+        layout.write(folded[0], folded[1], *got, folded[2])
+        assert torch.equal(want[0], got[0])
+        assert torch.equal(want[1], got[1])

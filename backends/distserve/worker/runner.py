@@ -112,9 +112,7 @@ class StepTensors:
         on_device = tuple(t.to(self._device, non_blocking=True) for t in tensors)
         return (*on_device, decode, prefill)  # type: ignore[return-value]
 
-    def _decode_rows(
-        self, items: Sequence[StepItem], positions: np.ndarray, slots: np.ndarray
-    ) -> DecodeMeta:
+    def _decode_rows(self, items: Sequence[StepItem], positions: np.ndarray, slots: np.ndarray) -> DecodeMeta:
         """Fills `slots` and returns tables and lengths of single-token items."""
         n, size = len(items), self._block_size
         if n > self._tables.shape[0]:

@@ -83,9 +83,7 @@ class Sampler:
                 state.counts[token] += 1
         return tokens, _logprobs(logits, states, tokens)
 
-    def _adjust(
-        self, logits: Tensor, states: Sequence[SequenceState], positions: Sequence[int]
-    ) -> Tensor:
+    def _adjust(self, logits: Tensor, states: Sequence[SequenceState], positions: Sequence[int]) -> Tensor:
         """Logits after penalties and min_tokens; the rows given are left as they are."""
         adjusted = logits
         for i, (state, position) in enumerate(zip(states, positions, strict=True)):

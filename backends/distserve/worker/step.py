@@ -46,9 +46,7 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Do the choices depend on the tokens so far?"""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def plain_greedy(self) -> bool:
