@@ -70,7 +70,7 @@ def fit_prefill(points: Sequence[PrefillPoint], tp: int = 1) -> PrefillFit:
     pieces = tuple(
         PrefillPiece(base + start, slope, square, request, bound) for start, slope, bound in line.segments()
     )
-    return PrefillFit(pieces, _residual(tp, "prefill", line.predicted, seconds))
+    return PrefillFit(pieces, residual(tp, "prefill", line.predicted, seconds))
 
 
 def fit_decode(points: Sequence[DecodePoint], tp: int = 1) -> DecodeFit:
@@ -82,7 +82,7 @@ def fit_decode(points: Sequence[DecodePoint], tp: int = 1) -> DecodeFit:
     pieces = tuple(
         DecodePiece(base + start, slope_context, slope, bound) for start, slope, bound in line.segments()
     )
-    return DecodeFit(pieces, _residual(tp, "decode", line.predicted, seconds))
+    return DecodeFit(pieces, residual(tp, "decode", line.predicted, seconds))
 
 
 def measured_lm(lengths_seconds: Sequence[tuple[int, float]]) -> int:
@@ -184,7 +184,8 @@ def _checked(points: Sequence[tuple[float, ...]], phase: str, fewest: int) -> Fl
     return data
 
 
-def _residual(tp: int, phase: str, predicted: Floats, seconds: Floats) -> Residual:
+def residual(tp: int, phase: str, predicted: Floats, seconds: Floats) -> Residual:
+    """Relative errors of a fit: median and 95th percentile."""
     error = np.abs(predicted / seconds - 1)
     p50, p95 = (float(v) for v in np.percentile(error, [50, 95]))
     return Residual(tp, phase, round(p50, 4), round(p95, 4), len(seconds))

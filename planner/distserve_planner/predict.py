@@ -57,9 +57,18 @@ def predict_degree(degrees: Sequence[Degree], tp: int) -> Degree:
 
 
 def _note(degrees: Sequence[Degree], own: Degree | None, tp: int) -> str:
-    phases = [p for p in ("prefill", "decode") if not (own and getattr(own, p))]
-    sources = sorted({d.tp for d in degrees if any(getattr(d, p) for p in phases)})
-    return f"{' and '.join(phases)} of tp={tp} predicted from tp={', '.join(map(str, sources))}"
+    parts = []
+    for phase in ("prefill", "decode"):
+        if own and getattr(own, phase):
+            continue
+        measured = sorted(d.tp for d in degrees if getattr(d, phase))
+        around = [
+            max((m for m in measured if m < tp), default=0),
+            min((m for m in measured if m > tp), default=0),
+        ]
+        used = around if all(around) else measured
+        parts.append(f"{phase} from tp={', '.join(map(str, used))}")
+    return f"tp={tp} predicted: {'; '.join(parts)}"
 
 
 def _prefill(degrees: Sequence[Degree], tp: int) -> tuple[PrefillPiece, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_pipeline_without_a_link_is_refused() -> None:
 
 
 def test_authors_pipeline_rule_adds_pp_squared_ms() -> None:
-    model = custom(Overhead(prefill_stage_s=2e-3))  # 1 ms x pp for pp = 2
+    model = custom(replace(Overhead.simdistserve(2), iteration_s=0.0, per_context_token_s=0.0))
     plain = custom().instance(1, 2, stage_link=Link(1e15))
     ruled = model.instance(1, 2, stage_link=Link(1e15))
     assert ruled.prefill_stage_s(64, 4096, 1) - plain.prefill_stage_s(64, 4096, 1) == pytest.approx(2e-3)

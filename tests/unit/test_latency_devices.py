@@ -25,6 +25,15 @@ def test_degrees_that_were_not_fitted_are_marked(model: str, tp: int, predicted:
     assert latency_model("a100-80g", model).instance(tp).predicted is predicted
 
 
+def test_a_prediction_says_from_what() -> None:
+    model = latency_model("a100-80g", "opt-175b")
+    assert model.degree(3).note == "tp=3 predicted: prefill from tp=2, 4; decode from tp=2, 4"
+    assert model.degree(8).note == "tp=8 predicted: prefill from tp=1, 2, 4"
+    assert latency_model("a100-80g", "opt-66b").degree(6).note == (
+        "tp=6 predicted: prefill from tp=4, 8; decode from tp=4, 8"
+    )
+
+
 @pytest.mark.parametrize("model", ["opt-66b", "opt-175b"])
 def test_more_devices_are_never_slower(model: str) -> None:
     latency = latency_model("a100-80g", model)

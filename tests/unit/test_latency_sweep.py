@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
 from distserve.worker.executor import Executor
@@ -18,6 +19,7 @@ from distserve_planner.models_catalog import model_dimensions
 from distserve_planner.profile_file import Profile
 from distserve_tools import profile_engine
 from distserve_tools.engine_sweep import EngineSweep, SweepPlan
+from distserve_tools.transfer_sweep import TransferPeers, fit_link, measure_transfer
 
 PLAN = SweepPlan(
     lengths=(4, 20), prompts=(1, 3), max_prefill_tokens=40, batches=(1, 5), contexts=(3, 33), repeats=2
@@ -121,15 +123,42 @@ def test_profile_of_a_real_engine(
 ) -> None:
     out = tmp_path / "profile.yaml"
     words = ("--model", str(tiny_model), "--quick", "--repeats", "1", "--kv-bytes", str(1 << 24))
+    words += ("--no-transfer",)
     assert profile_engine.run(parse(*words, "--name", "here", "--out", str(out), "--json")) == 0
     profile = Profile.load(out)
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["device"] == profile.device == "here"
-    assert [(r.phase, r.tp) for r in profile.residuals] == [("prefill", 1), ("decode", 1)]
+    assert [r.phase for r in profile.residuals] == ["prefill", "decode"]
     assert 16 <= (profile.lm_tokens or 0) <= 256
     instance = profile.latency_model().instance(1)
-    assert 0 < instance.prefill_stage_s(16, 256, 1) < instance.prefill_stage_s(256, 65536, 1) < 5
+    assert 0 < instance.prefill_stage_s(16, 256, 1) <= instance.prefill_stage_s(256, 65536, 1) < 5
     assert 0 < instance.decode_stage_s(1, 32) <= instance.decode_stage_s(8, 8 * 200) < 5
+
+
+def test_transfer_between_two_processes() -> None:
+    config = EngineConfig(instance="profile", role="unified", model="none")
+    ticks: list[int] = []
+    peers = TransferPeers(config, model_dimensions("smollm2-135m"), "cpu:0", tokens=(16, 1024), repeats=2)
+    link, _ = measure_transfer(peers, lambda: ticks.append(1))
+    assert 1e7 < link.bandwidth_bytes_s < 1e11
+    assert 0 <= link.latency_s < 1
+    assert len(ticks) == 2
+
+
+def test_source_that_cannot_start_is_reported() -> None:
+    config = EngineConfig(instance="profile", role="unified", model="none")
+    peers = TransferPeers(config, model_dimensions("smollm2-135m"), "cpu:9999", tokens=(16,), repeats=1)
+    with pytest.raises(ConfigError, match="source process on cpu:9999 died"):
+        measure_transfer(peers, lambda: None)
+
+
+def test_link_is_fitted_to_sizes_and_times() -> None:
+    link, error = fit_link([(n, 2e-3 + n / 3e9) for n in (10_000, 1_000_000, 50_000_000)])
+    assert link.bandwidth_bytes_s == pytest.approx(3e9)
+    assert link.latency_s == pytest.approx(2e-3)
+    assert error.p95 < 1e-6
+    with pytest.raises(ConfigError, match="larger transfers took no longer"):
+        fit_link([(1000, 0.2), (2000, 0.1)])
 
 
 @pytest.mark.usefixtures("unbound")

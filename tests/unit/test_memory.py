@@ -84,6 +84,16 @@ def test_fewest_devices_is_a_lower_bound() -> None:
         assert fewest_devices(model_dimensions(name), "fp16", 80 * GIB, rule) == tp
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("opt-13b", 12.85), ("opt-66b", 65.7), ("opt-175b", 174.6), ("llama-2-7b", 6.74), ("llama-2-70b", 68.98),
+     ("llama-3-8b", 8.03), ("llama-3-70b", 70.55), ("llama-3.1-405b", 405.9), ("smollm2-135m", 0.1345),
+     ("smollm2-1.7b", 1.711), ("qwen2.5-7b", 7.615), ("mistral-7b", 7.248)],
+)  # fmt: skip
+def test_catalogue_has_the_published_parameter_counts(name: str, billions: float) -> None:
+    assert model_dimensions(name).param_count() / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
 def test_impossible_rules_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"usable=1\.2"):
         MemoryRule(usable=1.2)

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="timed repetitions of every point")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block (%(default)s)")
     parser.add_argument("--kv-bytes", type=int, default=1 << 30, help="KV pool to measure in (%(default)s)")
+    parser.add_argument("--no-transfer", action="store_true", help="do not measure the KV transfer")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON")
 
 
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     configs = [_config(args, tp, device.kind, max(plan.batches)) for tp in sorted(set(args.tp))]
     profile = measure(configs, plan, console, name=args.name or machine_name(args.device[0]))
+    if not args.no_transfer:
+        profile = with_transfer(profile, configs[0], console)
     for warning in poor_fits(profile.residuals):
         console.print(f"warning: {warning}", style="yellow")
     if args.out:
@@ -98,6 +101,29 @@ def measure(configs: Sequence[EngineConfig], plan: SweepPlan, console: Console, 
         source=f"measured by distserve profile, attention {measured[0].attention}",
         notes=tuple(poor_fits(residuals)),
     )
+
+
+def with_transfer(profile: Profile, config: EngineConfig, console: Console) -> Profile:
+    """The profile with the measured KV transfer, or with a note why there is none."""
+    from distserve_tools.transfer_sweep import TransferPeers, measure_transfer, other_device
+
+    source = other_device(config.devices[0])
+    if source is None:
+        note = "KV transfer not measured: it needs a second GPU"
+        return replace(profile, notes=(*profile.notes, note))
+    peers = TransferPeers(config, profile.model, source)
+    try:
+        with _progress(console, {"transfer": len(peers.tokens)}) as advance:
+            link, error = measure_transfer(peers, lambda: advance("transfer"))
+    except ConfigError as failure:  # the steps have been measured: better a profile without than none
+        console.print(f"warning: {failure}", style="yellow")
+        return replace(profile, notes=(*profile.notes, f"KV transfer not measured: {failure}"))
+    notes = (
+        *profile.notes,
+        f"transfer: {peers.backend}, {source} to {config.devices[0]}",
+        *poor_fits([error]),
+    )
+    return replace(profile, transfer=link, residuals=(*profile.residuals, error), notes=notes)
 
 
 @dataclass(frozen=True)
@@ -213,5 +239,10 @@ def _report(profile: Profile, out: str | None) -> None:
         step = degree.decode_seconds(batch, 256 * batch)
         console.print(f"decode step of {batch} at 256 tokens: {step * 1e3:.1f} ms")
     console.print(f"Lm: {profile.lm_tokens} tokens")
+    if profile.transfer:
+        console.print(
+            f"KV transfer: {profile.transfer.bandwidth_bytes_s / 1e9:.2f} GB/s, "
+            f"{profile.transfer.latency_s * 1e3:.1f} ms"
+        )
     if out:
         console.print(f"wrote {out}")
