@@ -29,6 +29,11 @@ class Puller(Protocol):
         """The copy is to end soon, with an error."""
         ...
 
+    @property
+    def pairs(self) -> int:
+        """Source ranks that a connection is kept to."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -127,6 +132,9 @@ class DecodeRole:
             transfers_pending=len(self._copies),
             credits=prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting),
         )
+
+    def details(self) -> dict[str, Any]:
+        return {"transfer_pairs": self._puller.pairs}
 
     def close(self) -> None:
         self._puller.close()

@@ -94,7 +94,8 @@ class Engine:
             self._executor.close()
 
     def _status(self, load: Load) -> dict[str, Any]:
-        return status_fields(self.identity, load, self._loop.counters, self._started_s, self._clock())
+        fields = status_fields(self.identity, load, self._loop.counters, self._started_s, self._clock())
+        return fields | self._role.details()
 
 
 def new_epoch() -> int:

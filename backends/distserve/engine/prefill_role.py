@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distserve.core.blocks import BlockManager
 from distserve.core.prefill_scheduler import PrefillScheduler
@@ -13,12 +13,17 @@ from distserve.engine.roles import Depth, Listener
 from distserve.transfer.handle import Handle, Layout, new_nonce
 from distserve.transfer.leases import LeaseTable
 
+if TYPE_CHECKING:
+    from distserve.transfer.source import SourceStats
+
 
 class Source(Protocol):
     """What serves the leased blocks to decode instances, in threads of its own."""
 
     @property
     def address(self) -> str: ...
+
+    def stats(self) -> SourceStats: ...
 
     def close(self) -> None: ...
 
@@ -97,6 +102,20 @@ class PrefillRole:
             transfers_pending=self._leases.running,
             credits=queue.credits(),
         )
+
+    def details(self) -> dict[str, Any]:
+        stats = self._source.stats()
+        ended = self._leases.outcomes
+        return {
+            "transfers": stats.confirmed,
+            "transfers_failed": stats.failed,
+            "transfers_refused": stats.refused,
+            "transfers_cancelled": stats.cancelled,
+            "transfer_bytes": stats.bytes,
+            "transfer_wire_s": stats.seconds,
+            "transfer_pairs": stats.pairs,
+            **{f"leases_{outcome}": count for outcome, count in ended.items()},
+        }
 
     def close(self) -> None:
         self._source.close()

@@ -81,6 +81,10 @@ class Role(Protocol):
 
     def depth(self) -> Depth: ...
 
+    def details(self) -> dict[str, Any]:
+        """More for the status reply. From any thread."""
+        ...
+
     def close(self) -> None:
         """Ends sockets and threads. Later calls are not allowed."""
         ...
@@ -119,6 +123,9 @@ class UnifiedRole:
         waiting = queue.waiting_tokens
         credits = prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting)
         return Depth(len(queue.waiting), waiting, len(queue.running), 0, 0, credits)
+
+    def details(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         pass
