@@ -1,9 +1,10 @@
 """The attention interface and the one place where its implementation is chosen.
 
 An implementation lives in a module of its own that offers two functions,
-`unsupported(device, dtype, head_dim, block_size) -> str | None` (the reason why it can't serve, None if it can) and
-`make(device) -> AttentionBackend`. `PROVIDERS` names these modules in order of preference; they are imported only when
-their turn comes, so that nothing about CUDA, a compiler or an optional package is assumed at import.
+`unsupported(device, dtype, head_dim, block_size) -> str | None` (the reason why it can't serve, None if it
+can) and `make(device) -> AttentionBackend`. `PROVIDERS` names these modules in order of preference; they
+are imported only when their turn comes, so that nothing about CUDA, a compiler or an optional package is
+assumed at import.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _AUTOMATIC: Mapping[str, tuple[str, ...]] = {"cuda": ("flash_attn", "triton", "s
 
 @dataclass(frozen=True, slots=True)
 class PrefillMeta:
-    """A ragged batch of prompts or prompt chunks; sequence i has rows [cu_query[i], cu_query[i + 1]) of q, k, v.
+    """A ragged batch of prompts or prompt chunks; sequence i has rows [cu_query[i], cu_query[i + 1]) of q,
+    k, v.
 
-    Query j of sequence i sits at position starts[i] + j and attends to positions 0 .. starts[i] + j. Host lists for
-    implementations that loop, device tensors (int32) for kernels that take the batch at once.
+    Query j of sequence i sits at position starts[i] + j and attends to positions 0 .. starts[i] + j. Host
+    lists for implementations that loop, device tensors (int32) for kernels that take the batch at once.
     """
 
     query_lens: tuple[int, ...]
@@ -74,9 +76,11 @@ def pad_tables(block_tables: Sequence[Sequence[int]], device: torch.device) -> T
 
 
 class AttentionBackend(Protocol):
-    """Paged attention of one layer. All tensors on one device; q, k, v may have a row stride, pages are contiguous.
+    """Paged attention of one layer. All tensors on one device; q, k, v may have a row stride, pages are
+    contiguous.
 
-    `sliding_window` w: a query at position p attends to positions p - w + 1 .. p only (None: to all before it).
+    `sliding_window` w: a query at position p attends to positions p - w + 1 .. p only (None: to all before
+    it).
     """
 
     @property
@@ -100,7 +104,9 @@ class AttentionBackend(Protocol):
         ...
 
     def store(self, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-        """Write k, v [T, kv_heads, D] to slots int64 [T] = block * block_size + offset; negative slots are skipped."""
+        """Write k, v [T, kv_heads, D] to slots int64 [T] = block * block_size + offset; negative slots are
+        skipped.
+        """
         ...
 
     def prefill(
@@ -130,10 +136,11 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """One query per sequence: q [B, q_heads, D], block_tables int32 [B, max_blocks], context_lens int32 [B].
+        """One query per sequence: q [B, q_heads, D], block_tables int32 [B, max_blocks], context_lens int32
+        [B].
 
-        A context length counts the current token, whose k, v must have been stored. A length of 0 (padding) gives
-        zeros. Returns [B, q_heads, D], contiguous.
+        A context length counts the current token, whose k, v must have been stored. A length of 0 (padding)
+        gives zeros. Returns [B, q_heads, D], contiguous.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Builds the C kernels once per machine and loads them.
 
-The shared object is kept in the user's cache under a hash of sources, compiler and CPU features, so that a home folder
-shared by different machines is safe. Concurrent builders wait for each other, the file appears by an atomic rename, and
-every wait has a limit. Without a compiler, or if the build fails, `library()` gives None, the reason is logged once, and
-callers fall back to torch.
+The shared object is kept in the user's cache under a hash of sources, compiler and CPU features, so that a
+home folder shared by different machines is safe. Concurrent builders wait for each other, the file appears
+by an atomic rename, and every wait has a limit. Without a compiler, or if the build fails, `library()`
+gives None, the reason is logged once, and callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """`$DISTSERVE_CACHE/kernels`, by default in the user's cache; a private temporary folder if that can't be written."""
+    """`$DISTSERVE_CACHE/kernels`, by default in the user's cache; a private temporary folder if that can't
+    be written.
+    """
     folder = Path(os.environ.get("DISTSERVE_CACHE") or "~/.cache/distserve").expanduser() / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Attention on the CPU, in C over the pages in place.
 
-Decode runs at the memory's speed, 5 to 8 times what gathering the blocks for torch's attention does; prefill takes less
-than half the time of torch's. fp32 and bf16, any block size that is a multiple of 16.
+Decode runs at the memory's speed, 5 to 8 times what gathering the blocks for torch's attention does;
+prefill takes less than half the time of torch's. fp32 and bf16, any block size that is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -156,5 +156,4 @@ class CpuBackend:
 
 def packed_heads(x: Tensor) -> Tensor:
     """x [T, heads, D] itself if only its row stride is free, else a contiguous copy."""
-    _, heads, dim = x.shape
-    return x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous()
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,6 +1,8 @@
-"""Attention on NVIDIA GPUs by the flash-attn package (version 2; Dao, arXiv 2307.08691), where it is installed.
+"""Attention on NVIDIA GPUs by the flash-attn package (version 2; Dao, arXiv 2307.08691), where it is
+installed.
 
-Its paged kernels want blocks of a multiple of 256 tokens; with smaller ones this implementation declines and says so.
+Its paged kernels want blocks of a multiple of 256 tokens; with smaller ones this implementation declines
+and says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How K and V of one layer lie in the pages of the cache.
 
 Two layouts, block axis 0 in both:
-- `TRANSPOSED` (CPU): K [num_blocks, kv_heads, head_dim, block_size], V [num_blocks, kv_heads, block_size, head_dim].
+- `TRANSPOSED` (CPU): K [num_blocks, kv_heads, head_dim, block_size], V [num_blocks, kv_heads, block_size,
+  head_dim].
   A vector register then holds one K channel of 16 consecutive tokens, so that scores need no horizontal sums.
 - `TOKENS` (CUDA; flash-attn's and the Triton kernels'): K and V [num_blocks, block_size, kv_heads, head_dim].
 """
@@ -82,15 +83,14 @@ TOKENS = PageLayout("tokens", kv_head_axis=2, transposed=False)
 
 
 def fold_padding(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lets rows with a negative slot repeat the row of the highest one: equal writes to one place, without reading the
-    count back to the host, which would stall a GPU and is not allowed in a graph. At least one slot must be real."""
-    best = slots.argmax()
-    real = (slots >= 0).view(-1, 1, 1)
-    return (
-        torch.where(real, k, k[best]),
-        torch.where(real, v, v[best]),
-        torch.where(slots >= 0, slots, slots[best]),
-    )
+    """Lets rows with a negative slot repeat the row of the highest one: equal writes to one place.
+
+    Unlike filtering it reads no count back to the host, which stalls a GPU and is not allowed in a graph. At
+    least one slot must be real.
+    """
+    best, real = slots.argmax(), slots >= 0
+    rows = real.view(-1, 1, 1)
+    return torch.where(rows, k, k[best]), torch.where(rows, v, v[best]), torch.where(real, slots, slots[best])
 
 
 def default_layout(device: torch.device) -> PageLayout:

@@ -7,9 +7,9 @@ Measured on one core of an AMD EPYC (Zen 4), K = 768, N = 4096, weights from mem
     fp32  oneDNN packed     807    831    1153    2171    28732
     fp32  C kernel          457    511    1006    1845    29057
 
-The C kernel (csrc/gemm.c) streams the weights at the memory's full rate for few rows and multiplies at the core's full
-rate for many. The packed copy replaces the plain weight, so memory does not double. torch's packed operators are
-private; this file is the only place that knows them.
+The C kernel (csrc/gemm.c) streams the weights at the memory's full rate for few rows and multiplies at the
+core's full rate for many. The packed copy replaces the plain weight, so memory does not double. torch's
+packed operators are private; this file is the only place that knows them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
 class PackedLinear:
-    """y = x W^T + b for x [..., K]; W [N, K] is packed once at construction and need not be kept by the caller.
+    """y = x W^T + b for x [..., K]; W [N, K] is packed once at construction and need not be kept by the
+    caller.
 
-    `name` says which product was chosen: "c" (fp32 on CPUs with AVX-512), "onednn" (other CPUs and bf16) or "torch"
-    (`F.linear`, everything else).
+    `name` says which product was chosen: "c" (fp32 on CPUs with AVX-512), "onednn" (other CPUs and bf16) or
+    "torch" (`F.linear`, everything else).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -78,7 +79,7 @@ class _OneDnnProduct:
         """None where this build, device or dtype has no such product."""
         if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
             return None
-        if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+        if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return None
         try:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS_HINT)

@@ -1,7 +1,8 @@
-"""The small per-layer operations, one function each; the implementation follows from the tensor's device and dtype.
+"""The small per-layer operations, one function each; the implementation follows from the tensor's device
+and dtype.
 
-On the CPU in fp32 and bf16: C, one pass over memory and one call of a microsecond or two instead of several torch
-operators. Otherwise, and where no compiler is, torch (`ops_reference`).
+On the CPU in fp32 and bf16: C, one pass over memory and one call of a microsecond or two instead of several
+torch operators. Otherwise, and where no compiler is, torch (`ops_reference`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual += x **in place**, then normalise; returns (rms_norm(residual), residual). Same shape and dtype."""
+    """residual += x **in place**, then normalise; returns (rms_norm(residual), residual). Same shape and
+    dtype.
+    """
     c = _compiled(x)
     if c is None or not residual.is_contiguous():
         return ops_reference.add_rms_norm(x, residual, weight, eps)

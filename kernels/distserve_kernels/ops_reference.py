@@ -1,4 +1,6 @@
-"""The small per-layer operations in plain torch: right for every shape, dtype and device, and the twin of each fused one."""
+"""The small per-layer operations in plain torch: right for every shape, dtype and device, and the twin of
+each fused one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Paged attention in plain torch, one sequence at a time in fp32: right for every shape, and the twin of every kernel."""
+"""Paged attention in plain torch, one sequence at a time in fp32: right for every shape, and the twin of
+every kernel.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def make(device: torch.device) -> ReferenceBackend:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, sliding_window: int | None = None
 ) -> Tensor:
-    """Causal attention of one sequence: q [T, Hq, D] at positions start.., k and v [L, Hkv, D] at 0.. -> [T, Hq, D]."""
+    """Causal attention of one sequence: q [T, Hq, D] at positions start.., k and v [L, Hkv, D] at 0.. ->
+    [T, Hq, D].
+    """
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("thd,lhd->htl", q.float(), keys) * scale

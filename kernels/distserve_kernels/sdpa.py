@@ -1,7 +1,7 @@
 """Paged attention by gathering blocks and torch's scaled_dot_product_attention.
 
-Serves every shape on every device: the fallback where no compiler (CPU) or no attention kernel (CUDA) is at hand, and
-the prefill of the CPU backend.
+Serves every shape on every device: the fallback where no compiler (CPU) or no attention kernel (CUDA) is at
+hand, and the prefill of the CPU backend.
 """
 
 from __future__ import annotations
@@ -102,11 +102,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, sliding_w
     """Causal attention of one sequence, q [T, Hq, D], k and v [start + T, Hkv, D] -> [T, Hq, D]."""
     whole = start == 0 and (sliding_window is None or q.shape[0] <= sliding_window)
     mask = None if whole else visible(q.shape[0], k.shape[0], start, sliding_window, q.device)
-    out = scaled_dot_product_attention(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-        attn_mask=mask,
-        is_causal=whole,
-        scale=scale,
-        enable_gqa=True,
-    )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)

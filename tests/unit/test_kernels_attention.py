@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from distserve_kernels.backend import PROVIDERS, AttentionBackend, PrefillMeta, choose_backend, pad_tables
 from distserve_kernels.layout import TOKENS, TRANSPOSED, fold_padding
 from distserve_kernels.reference import ReferenceBackend
 from distserve_kernels.sdpa import SdpaBackend
-from torch import Tensor
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -115,13 +116,7 @@ def test_prefill(
 def test_store(block_size: int, dtype: torch.dtype, strided: bool) -> None:
     for backend in backends(dtype, 24, block_size):
         case = Case(backend, (6, 2, 24), block_size, dtype)
-        slots = list(range(5, 45)) + [
-            200,
-            100,
-            199,
-            -1,
-            201,
-        ]  # a run over several blocks, single ones, padding
+        slots = [*range(5, 45), 200, 100, 199, -1, 201]  # a run over several blocks, single ones, padding
         _, k, v = case.qkv(len(slots), strided)
         want = case.keys.clone(), case.values.clone()
         case.twin.store(k, v, *want, torch.tensor(slots))

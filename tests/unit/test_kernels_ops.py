@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from distserve_kernels import compiled, memory, ops, ops_reference
 from distserve_kernels.linear import PackedLinear
 

@@ -1,6 +1,7 @@
 """Names of devices, and binding this process to one.
 
-On a host without GPUs a device is a core or a set of cores: "cpu:0", "cpu:0-1", "cpu:0,2". With GPUs: "cuda:0".
+On a host without GPUs a device is a core or a set of cores: "cpu:0", "cpu:0-1", "cpu:0,2". With GPUs:
+"cuda:0".
 """
 
 from __future__ import annotations

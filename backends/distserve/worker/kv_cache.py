@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from distserve_kernels.backend import AttentionBackend
 from torch import Tensor
 
 from distserve.core.config import EngineConfig
 from distserve.core.parsing import ConfigError
+from distserve_kernels.backend import AttentionBackend
 
 CPU_SHARE = 0.5  # of the free memory, where neither num_blocks nor kv_bytes is given
 GPU_SHARE = 0.9
@@ -63,8 +63,8 @@ def pool_blocks(
     """Number of blocks of the pool, on a device with `free` bytes left.
 
     `num_blocks`, or what fits into `kv_bytes`; with neither, a share of the free memory, but no more than
-    `max_batch_size` sequences of `max_context` tokens can use. Raises `ConfigError` for a pool that does not fit or
-    has no block.
+    `max_batch_size` sequences of `max_context` tokens can use. Raises `ConfigError` for a pool that does
+    not fit or has no block.
     """
     if config.num_blocks is not None:
         blocks, field = config.num_blocks, f"num_blocks={config.num_blocks}"

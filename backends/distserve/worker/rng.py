@@ -1,7 +1,8 @@
-"""Random numbers that depend on (seed, position) only, so that neither batch nor instance changes what is sampled.
+"""Random numbers that depend on (seed, position) only, so that neither batch nor instance changes what is
+sampled.
 
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) as a counter-based generator: the counter is the position, the seed picks
-the stream.
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) as a counter-based generator: the counter is the position,
+the seed picks the stream.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), 53 random bits; `seed` is taken modulo 2**64, `position` is the sampled token's place (from 0)."""
+    """In [0, 1), 53 random bits; `seed` is taken modulo 2**64, `position` is the sampled token's place
+    (from 0).
+    """
     stream = _mix((seed + _GOLDEN) & _MASK)
     return (_mix((stream + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from distserve_kernels.backend import AttentionBackend, PrefillMeta, choose_backend
 from torch import Tensor
 
 from distserve.core.config import EngineConfig
@@ -20,15 +20,20 @@ from distserve.worker.kv_cache import CacheShape, KVCache, free_bytes, pool_bloc
 from distserve.worker.parallel import ParallelGroup
 from distserve.worker.sampler import Sampler
 from distserve.worker.step import StepInput, StepItem, StepOutput
+from distserve_kernels.backend import AttentionBackend, PrefillMeta, choose_backend
 
 logger = logging.getLogger(__name__)
+
+Integers = npt.NDArray[np.int64]
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeMeta:
-    """One token per sequence: int32 block tables [n, width] and context lengths [n], the new token included."""
+    """One token per sequence: int32 block tables [n, width] and context lengths [n], the new token
+    included.
+    """
 
     block_tables: Tensor
     context_lens: Tensor
@@ -112,7 +117,7 @@ class StepTensors:
         on_device = tuple(t.to(self._device, non_blocking=True) for t in tensors)
         return (*on_device, decode, prefill)  # type: ignore[return-value]
 
-    def _decode_rows(self, items: Sequence[StepItem], positions: np.ndarray, slots: np.ndarray) -> DecodeMeta:
+    def _decode_rows(self, items: Sequence[StepItem], positions: Integers, slots: Integers) -> DecodeMeta:
         """Fills `slots` and returns tables and lengths of single-token items."""
         n, size = len(items), self._block_size
         if n > self._tables.shape[0]:
@@ -129,7 +134,7 @@ class StepTensors:
         rows = torch.from_numpy(tables)[:, :width] if self._device.type == "cpu" else torch.from_numpy(tables)
         return DecodeMeta(rows.to(self._device, non_blocking=True), lens.to(self._device, non_blocking=True))
 
-    def _prompt_slots(self, items: Sequence[StepItem], positions: np.ndarray, slots: np.ndarray) -> None:
+    def _prompt_slots(self, items: Sequence[StepItem], positions: Integers, slots: Integers) -> None:
         row = 0
         for item in items:
             rows = slice(row, row + len(item.tokens))

@@ -1,7 +1,8 @@
 """Chooses the next token of every sequence of a step.
 
-The usual case, every row greedy and without extras, is one arg max. Everything else is batched over the rows that need
-it. Random numbers come from (seed, position), so neither batch nor instance changes a result.
+The usual case, every row greedy and without extras, is one arg max. Everything else is batched over the
+rows that need it. Random numbers come from (seed, position), so neither batch nor instance changes a
+result.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Sampler:
     def sample(
         self, logits: Tensor, keys: Sequence[str], positions: Sequence[int]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One token per row of logits [n, V]. `positions[i]` is the place of the new token of sequence `keys[i]`.
+        """One token per row of logits [n, V]. `positions[i]` is the place of the new token of sequence
+        `keys[i]`.
 
         Raises `KeyError` for a sequence that has not joined.
         """
@@ -120,8 +122,9 @@ class Sampler:
 def penalise(row: Tensor, params: SamplingParams, seen: Tensor, counts: Tensor) -> None:
     """Applies the penalties to one row [V] in place.
 
-    Repetition (CTRL, arXiv 1909.05858): logits of tokens in prompt or output are divided by it if positive, multiplied
-    if negative. Frequency and presence (OpenAI): subtracted per occurrence, and once, for tokens of the output.
+    Repetition (CTRL, arXiv 1909.05858): logits of tokens in prompt or output are divided by it if positive,
+    multiplied if negative. Frequency and presence (OpenAI): subtracted per occurrence, and once, for tokens
+    of the output.
     """
     if params.repetition_penalty != 1.0:
         factor = params.repetition_penalty

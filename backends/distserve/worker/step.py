@@ -1,7 +1,7 @@
 """What goes into one engine step and what comes out: plain data, so that it can be sent to worker ranks.
 
-Torch-free. A sequence is known to the workers by its key; `StepInput.joining` introduces it (and again after a
-preemption, if `leaving` had dropped it), `StepInput.leaving` lets its sampling state go.
+Torch-free. A sequence is known to the workers by its key; `StepInput.joining` introduces it (and again
+after a preemption, if `leaving` had dropped it), `StepInput.leaving` lets its sampling state go.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from distserve.core.parsing import ConfigError
 class SamplingParams:
     """How the tokens of one request are chosen. Defaults: greedy, no penalties, no log-probabilities.
 
-    Same seed, same tokens, whatever the batch and the instance: random numbers depend on (seed, position) only.
+    Same seed, same tokens, whatever the batch and the instance: random numbers depend on (seed, position)
+    only.
     """
 
     temperature: float = 0.0  # 0: greedy
@@ -66,7 +67,9 @@ def _check(name: str, value: float, allowed: bool, range_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """A sequence that the workers have not seen: its parameters and the ids known so far (prompt, then output)."""
+    """A sequence that the workers have not seen: its parameters and the ids known so far (prompt, then
+    output).
+    """
 
     key: str
     params: SamplingParams
@@ -78,7 +81,8 @@ class Joining:
 class StepItem:
     """Computes positions [start, start + len(tokens)) of one sequence.
 
-    `block_table` covers at least these positions. With `sample` the next token is chosen from the last one's logits.
+    `block_table` covers at least these positions. With `sample` the next token is chosen from the last
+    one's logits.
     """
 
     key: str
@@ -90,7 +94,7 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step: any mix of prompts, chunks of prompts and single decode tokens, each sequence at most once."""
+    """One step: any mix of prompts, prompt chunks and single decode tokens, each sequence at most once."""
 
     items: list[StepItem]
     joining: list[Joining] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """From logits to one token: temperature, top-k, top-p, min-p, and the draw. Batched; rows are independent.
 
-Order as in Hugging Face's `generate`: temperature, top_k, top_p (over what top_k left), min_p. The draw inverts the
-cumulative distribution in the order of token ids, not of probabilities, so that a near tie between two tokens whose
-order differs in the last bit from batch to batch does not move any other token's interval.
+Order as in Hugging Face's `generate`: temperature, top_k, top_p (over what top_k left), min_p. The draw
+inverts the cumulative distribution in the order of token ids, not of probabilities, so that a near tie
+between two tokens whose order differs in the last bit from batch to batch does not move any other token's
+interval.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def _apply_min_p(scores: Tensor, best: Tensor, min_p: Tensor) -> Tensor:
 
 
 def _invert(scores: Tensor, uniforms: Tensor) -> Tensor:
-    """Index [n] where the cumulative distribution of softmax(scores) passes the uniform; never one of probability 0."""
+    """Index [n] where the cumulative distribution of softmax(scores) passes the uniform; never one of
+    probability 0.
+    """
     weights = (scores - scores.amax(1, keepdim=True)).double().exp_()
     cumulative = weights.cumsum(1)
     target = (uniforms * cumulative[:, -1]).unsqueeze(1)
