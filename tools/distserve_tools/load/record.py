@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "request_log/1"
+from distserve_planner.workload.readers import REQUEST_LOG_SCHEMA
+
 STAGES = ("prefill_queue", "prefill", "decode_queue", "transfer", "decode")
 
 
@@ -73,6 +74,6 @@ class Record:
 
 def write_log(path: Path, records: Iterable[Record]) -> None:
     """Writes JSON lines; the first one names the schema."""
-    lines = [json.dumps({"schema": SCHEMA})]
+    lines = [json.dumps({"schema": REQUEST_LOG_SCHEMA})]
     lines += [json.dumps(r.to_log()) for r in sorted(records, key=lambda r: r.sent_s)]
     path.write_text("\n".join(lines) + "\n")
