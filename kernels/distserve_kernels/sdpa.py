@@ -1,7 +1,7 @@
 """Paged attention by gathering blocks and torch's scaled_dot_product_attention.
 
 Serves every shape on every device: the fallback where no compiler (CPU) or no attention kernel (CUDA) is at
-hand, and the prefill of the CPU backend.
+hand.
 """
 
 from __future__ import annotations
