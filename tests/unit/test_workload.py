@@ -188,6 +188,13 @@ def test_command_fits_and_resamples(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "wrote trace of 500 requests" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_command_invents_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    run("humaneval", "--json")
+    statistics = json.loads(capsys.readouterr().out)["statistics"]
+    assert statistics["rate_rps"] is None
+    assert statistics["input"]["mean"] == pytest.approx(171.3, rel=0.03)
+
+
 def test_command_moves_means(tmp_path: Path) -> None:
     out = str(tmp_path / "w.yaml")
     run("humaneval", "--fit", out, "--name", "longer", "--mean-output", "150")

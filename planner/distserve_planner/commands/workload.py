@@ -94,7 +94,9 @@ def _source(args: argparse.Namespace) -> tuple[Trace, Workload]:
         named_workload(args.source)  # raises, with the nearest name
     if is_workload:
         workload = _adjusted(named_workload(args.source), args)
-        return workload.resample(args.seed, workload.arrivals.rate_rps or 1.0, _STATS_REQUESTS), workload
+        own_rate = workload.arrivals.rate_rps
+        drawn = workload.resample(args.seed, own_rate or 1.0, _STATS_REQUESTS)
+        return replace(drawn, timed=own_rate is not None), workload
     trace = read_trace(args.source, sort=args.sort, drop_invalid=args.drop_invalid)
     fitted = Workload.fit(trace, name=args.name, max_total_tokens=args.max_total_tokens)
     return trace, _adjusted(fitted, args)
@@ -123,7 +125,7 @@ def _print(stats: TraceStats, workload: Workload, args: argparse.Namespace) -> N
     for label, lengths in (("input", stats.input), ("output", stats.output)):
         table.add_row(label, *_cells(lengths))
     console.print(table)
-    if stats.rate_rps is not None and stats.gap_cv is not None and not args.source.endswith(".yaml"):
+    if stats.rate_rps is not None and stats.gap_cv is not None:
         console.print(f"rate {stats.rate_rps:.3f} requests/s, gap CV {stats.gap_cv:.2f}")
     arrivals = workload.arrivals
     rate = f", {arrivals.rate_rps:.3f} requests/s" if arrivals.rate_rps else ", no rate of its own"
