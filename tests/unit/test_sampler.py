@@ -1,4 +1,4 @@
-"""Token choice: determinism, distributions, truncation against a plain numpy twin, penalties, min_tokens, logprobs."""
+"""Token choice: determinism, distributions, truncation against a numpy twin, penalties, logprobs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_batch_changes_nothing(logits: torch.Tensor) -> None:
 
 
 def test_a_restarted_sequence_goes_on_as_before(logits: torch.Tensor) -> None:
-    """What a decode instance continues, from prompt and output, is what the prefill instance would have chosen."""
+    """A decode instance, given prompt and output, chooses what the prefill instance would have."""
     params = SamplingParams(
         temperature=1.0, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2
     )
