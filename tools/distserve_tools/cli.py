@@ -9,6 +9,10 @@ from distserve_planner.command_line import Command, dispatch
 COMMANDS = (
     Command("demo", "distserve_tools.demo", "stream one answer through a whole deployment, then stop it"),
     Command("serve", "distserve_tools.serve", "run a model repository until it is stopped"),
+    Command(
+        "profile", "distserve_tools.profile_engine", "measure this device and fit the planner's latency model"
+    ),
+    Command("bench serve", "distserve_tools.load.bench_serve", "load a running server, or find its goodput"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),
     Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
     Command("openai", "distserve_tools.openai_api.command", "OpenAI API in front of a running server"),
