@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from distserve.serving.link_state import InstanceStatus, LinkPhase, Load
 from distserve.serving.orchestrator_config import InstanceSpec, OrchestratorConfig
 from distserve.serving.outbox import Outbox
 from distserve.serving.schema import Op, ServingError, decode_reply, encode
+from distserve.serving.tasks import end_task
 
 _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -89,10 +89,7 @@ class InstanceLink:
     async def stop(self) -> None:
         """Ends the tasks and closes the client. Requests that are still here are lost without notice."""
         for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end_task(task)
         self.phase, self.reason = "down", "detached"
         await self._client.close()
 

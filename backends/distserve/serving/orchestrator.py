@@ -24,6 +24,7 @@ from distserve.serving.params import invalid
 from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Outcome, Session
+from distserve.serving.tasks import end_task
 from distserve.serving.text_codec import TextCodec
 
 _TICK_S = 0.25
@@ -80,10 +81,7 @@ class Orchestrator:
             await asyncio.sleep(0.02)
         for session in list(self.sessions.values()):
             session.fail(ServingError("UNAVAILABLE", "the server is shutting down"))
-        if self._ticker is not None:
-            self._ticker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticker
+        await end_task(self._ticker)
         await asyncio.gather(*(link.stop() for link in self.fleet))
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
