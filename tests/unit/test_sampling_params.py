@@ -161,10 +161,16 @@ def test_anything_is_either_read_or_refused_with_one_clear_error(
     tensors = {"text_input": "hello", "sampling_parameters": json.dumps(sampling)}
     try:
         params = parse_request(tensors, json.dumps(parameters), VOCAB).params
-    except ServingError as error:
-        assert error.code == "INVALID_ARGUMENT"
-        assert 5 < len(error.message) < 2000
+    except ServingError as caught:
+        refused = caught
+    else:
+        check(params)
         return
+    assert refused.code == "INVALID_ARGUMENT"
+    assert 5 < len(refused.message) < 2000
+
+
+def check(params: Parameters) -> None:
     assert 1 <= params.max_tokens < 2**31
     assert 0 <= params.min_tokens <= params.max_tokens
     assert params.temperature >= 0
