@@ -23,6 +23,7 @@ from model_zoo import ZooModel
 
 BLOCK_SIZE = 16
 BLOCKS = 256
+HEARTBEAT_S = 0.2  # loads are reported this often, so it bounds how soon `wait_idle` sees them
 ONE_OF_EACH = ({"role": "prefill"}, {"role": "decode"})
 
 
@@ -71,13 +72,14 @@ def write_repository(
     for index, instance in enumerate(instances):
         ranks = instance.get("tp", 1) * instance.get("pp", 1)
         devices = [f"cpu:{cores[(index + rank) % len(cores)]}" for rank in range(ranks)]
-        listed.append({"devices": devices, "num_blocks": BLOCKS, **instance})
+        listed.append({"devices": devices, "num_blocks": BLOCKS, "heartbeat_s": HEARTBEAT_S, **instance})
     text = yaml.safe_dump(
         {
             "schema": "placement/1",
             "model": str(model.folder),
             "block_size": BLOCK_SIZE,
             "oversubscribe": True,
+            "orchestrator": {"heartbeat_s": HEARTBEAT_S},
             "instances": listed,
             **placement,
         }

@@ -57,7 +57,8 @@ def test_one_token_ends_at_prefill(deployment: Deployment) -> None:
     answer = deployment.client.complete(prompt(33), max_tokens=1, **GREEDY)
     assert greedy_mismatches(deployment.model, prompt(33), answer.token_ids) == []
     assert len(answer.token_ids) == 1
-    assert (answer.stage_times["transfer_s"], answer.stage_times["decode_s"]) == (0, 0)
+    assert answer.stage_times["transfer_s"] == 0
+    assert answer.stage_times["decode_s"] < 1e-3
 
 
 def test_http_streams_the_same_text(deployment: Deployment) -> None:

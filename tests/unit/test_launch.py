@@ -110,6 +110,10 @@ I1129 21:05:36.2 7932 model_lifecycle.cc:839] "successfully loaded 'a'"
 E1129 21:05:36.0 7932 cuda.cc:1] "CudaDriverHelper has not been initialized."
 E1129 21:05:36.3 7932 model_lifecycle.cc:642] "failed to load 'b' version 1: ImportError: no\\n\\nAt: x"
 E1129 21:05:36.3 7932 model_lifecycle.cc:642] "failed to load 'b' version 1: ImportError: no\\n\\nAt: x"
+Traceback (most recent call last):
+  File "/a/b.py", line 7, in run
+    raise ValueError("bad")
+ValueError: bad
 error: creating server: Internal - failed to load all models
 """
 
@@ -120,9 +124,10 @@ def test_the_log_tells_states_and_reasons(tmp_path: Path) -> None:
     log.write_text(LOG)
     assert server_log.model_states(log) == {"a": "ready", "b": "loading"}
     errors = server_log.first_errors(log)
-    assert len(errors) == 2
+    assert len(errors) == 3
     assert errors[0].startswith("failed to load 'b' version 1: ImportError: no\n")
-    assert errors[1] == "error: creating server: Internal - failed to load all models"
+    assert errors[1] == "ValueError: bad (/a/b.py:7)"
+    assert errors[2] == "error: creating server: Internal - failed to load all models"
     assert not server_log.port_was_taken(log)
     log.write_text('E1129 1 main.cc:293] "failed to start Metrics service: Unavailable - Socket in use"\n')
     assert server_log.port_was_taken(log)

@@ -125,12 +125,19 @@ class Client:
         """A control operation of the orchestrator, such as `status`. Raises `RequestError`."""
         request = service_pb2.ModelInferRequest(model_name=self._model)
         _add_text(request, "control", json.dumps({"op": op, **arguments}))
-        for response in self._responses(request, ("control_output",), timeout_s):
-            answer: dict[str, Any] = json.loads(_outputs(response)["control_output"][4:])
-            return answer
-        raise RequestError("UNAVAILABLE", f"no answer to {op!r}")
+        answers = [
+            json.loads(_outputs(response)["control_output"][4:])
+            for response in self._responses(request, ("control_output",), timeout_s)
+        ]
+        if not answers:
+            raise RequestError("UNAVAILABLE", f"no answer to {op!r}")
+        answer: dict[str, Any] = answers[0]
+        return answer
 
     def _responses(self, request: Any, outputs: Sequence[str], timeout_s: float) -> Iterator[Any]:
+        """Read it to the end: Triton 24.10 may keep a request for ever whose stream is cancelled between its
+        last response and its end, and then its model never unloads.
+        """
         tensor = service_pb2.ModelInferRequest.InferRequestedOutputTensor
         request.outputs.extend(tensor(name=name) for name in outputs)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
@@ -150,23 +157,26 @@ def gather(chunks: Iterator[Chunk], sent_s: float) -> Completion:
     text = ""
     ids: list[int] = []
     times: list[float] = []
+    last: Chunk | None = None
     for chunk in chunks:
         text += chunk.text
         ids += chunk.token_ids
         if chunk.token_ids:
             times.append(chunk.received_s)
         if chunk.finish_reason is not None:
-            return Completion(
-                text,
-                tuple(ids),
-                chunk.finish_reason,
-                chunk.prompt_tokens,
-                chunk.completion_tokens,
-                chunk.stage_times,
-                sent_s,
-                tuple(times),
-            )
-    raise RequestError("INTERNAL", "the generation ended without its last message")
+            last = chunk  # the stream is read to its end all the same
+    if last is None or last.finish_reason is None:
+        raise RequestError("INTERNAL", "the generation ended without its last message")
+    return Completion(
+        text,
+        tuple(ids),
+        last.finish_reason,
+        last.prompt_tokens,
+        last.completion_tokens,
+        last.stage_times,
+        sent_s,
+        tuple(times),
+    )
 
 
 def request_error(text: str) -> RequestError:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 _LOADING = re.compile(r'\] "?loading: ([^:"]+):')
 _LOADED = re.compile(r"\] \"?successfully loaded '([^']+)'")
-_ERROR = re.compile(r"^E\d{4} |^[\w.]+(Error|Exception): |^error: ")
+_ERROR = re.compile(r"^E\d{4} |^error: ")
+_RAISED = re.compile(r"^[\w.]+(Error|Exception): ")
+_FRAME = re.compile(r'^\s+File "(.+)", line (\d+)')
 _NOISE = re.compile(r"CudaDriverHelper has not been initialized")  # on every host without a GPU
 _PREFIX = re.compile(r"^[IWE]\d{4} [\d:.]+ \d+ \S+\] ")
 _PORT_TAKEN = re.compile(
@@ -28,14 +30,24 @@ def model_states(log: Path) -> dict[str, str]:
 
 
 def first_errors(log: Path, count: int = 12) -> list[str]:
-    """The first distinct error lines without their time stamps; the log's end if there is none."""
+    """The first distinct error lines without their time stamps; the log's end if there is none.
+
+    A Python exception gets the place that it was raised at.
+    """
     lines = _lines(log)
     errors: list[str] = []
+    place = ""
     for line in lines:
-        if _ERROR.search(line) and not _NOISE.search(line):
-            text = _PREFIX.sub("", line).strip().strip('"').replace("\\n", "\n    ").strip()[:800]
-            if text not in errors:
-                errors.append(text)
+        if frame := _FRAME.match(line):
+            place = f" ({frame[1]}:{frame[2]})"
+        if _RAISED.match(line):
+            text = line + place
+        elif _ERROR.match(line) and not _NOISE.search(line):
+            text = _PREFIX.sub("", line).strip().strip('"').replace("\\n", "\n    ").strip()
+        else:
+            continue
+        if text[:800] not in errors:
+            errors.append(text[:800])
     return errors[:count] or lines[-count:]
 
 
