@@ -116,16 +116,13 @@ class LeaseTable:
         """
         with self._lock:
             lease = self._leases.get(handle.request_id)
-            if lease is not None and lease.ended is None and lease.expires_at <= self._clock():
-                self._end(handle.request_id, "expired")
-            if lease is None or lease.ended is not None:
-                raise self._not_found(handle.request_id, lease)
-            _check_claim(lease, handle, claimant, rank, callers)
-            if lease.claimant is None:
-                lease.claimant, lease.waiting = claimant, set(callers)
-            lease.claimed.add(rank)
-            lease.running.add(rank)
-            return Claim(handle.request_id, rank, lease.blocks)
+            late = lease is not None and lease.ended is None and lease.expires_at <= self._clock()
+            if not late:
+                return self._claim(lease, handle, claimant, rank, callers)
+            self._end(handle.request_id, "expired")
+            error = self._not_found(handle.request_id, lease)
+        self._tell(True)
+        raise error
 
     def confirm(self, claim: Claim) -> None:
         """The destination rank has its copy. The last one ends the lease."""
@@ -163,6 +160,18 @@ class LeaseTable:
         """When `expire` will have something to do, on the table's clock."""
         with self._lock:
             return min((x.expires_at for x in self._leases.values() if x.ended is None), default=None)
+
+    def _claim(
+        self, lease: _Lease | None, handle: Handle, claimant: Claimant, rank: int, callers: frozenset[int]
+    ) -> Claim:
+        if lease is None or lease.ended is not None:
+            raise self._not_found(handle.request_id, lease)
+        _check_claim(lease, handle, claimant, rank, callers)
+        if lease.claimant is None:
+            lease.claimant, lease.waiting = claimant, set(callers)
+        lease.claimed.add(rank)
+        lease.running.add(rank)
+        return Claim(handle.request_id, rank, lease.blocks)
 
     def _finish(self, claim: Claim, confirmed: bool) -> None:
         with self._lock:

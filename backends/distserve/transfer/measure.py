@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgpack
 import torch
@@ -105,7 +106,13 @@ def measure(
     peer.start()
     theirs.close()
     puller = KVPuller(
-        TensorPages(shape, num_blocks), Shape(), 0, shape.layout(), "measure-decode", 1, staging_bytes=staging_bytes
+        TensorPages(shape, num_blocks),
+        Shape(),
+        0,
+        shape.layout(),
+        "measure-decode",
+        1,
+        staging_bytes=staging_bytes,
     )
     try:
         rates = []
@@ -180,7 +187,14 @@ def _serve(peer: Connection, shape: KVShape, num_blocks: int, staging_bytes: int
                 continue
             number += 1
             handle = Handle(
-                "measure-prefill", 1, f"r{number}", new_nonce(), message["tokens"], 0, shape.layout(), (source.address,)
+                "measure-prefill",
+                1,
+                f"r{number}",
+                new_nonce(),
+                message["tokens"],
+                0,
+                shape.layout(),
+                (source.address,),
             )
             leases.add(handle, random.sample(range(num_blocks), handle.num_blocks), LIMIT_S)
             _tell(peer, {"handle": handle.to_wire()})
@@ -205,7 +219,7 @@ def _tell(peer: Connection, message: dict[str, object]) -> None:
     peer.send_bytes(msgpack.packb(message))
 
 
-def _hear(peer: Connection) -> dict[str, object]:
+def _hear(peer: Connection) -> dict[str, Any]:
     if not peer.poll(LIMIT_S):
         raise TimeoutError("the other process does not answer")
     return dict(msgpack.unpackb(peer.recv_bytes()))
