@@ -36,7 +36,7 @@ class DecodeInstance:
         """pull: moves an admitted request's KV here, from the given time on, and then calls `arrived`."""
         self.index = index
         self.scheduler = DecodeScheduler(spec.limits, CountingBlocks(spec.num_blocks, spec.block_size))
-        self.load = 0  # prompt tokens of the requests given to this instance that have not ended
+        self.load = 0  # requests given to this instance that have not ended
         self.busy = False
         self.busy_s = 0.0
         self.ready: list[Tracked] = []  # KV is here; they join at the end of the round in progress
@@ -53,7 +53,7 @@ class DecodeInstance:
 
     def offer(self, request: Tracked) -> None:
         """A prefilled request, its KV still at prefill."""
-        self.load += request.prompt_len
+        self.load += 1
         scheduler = self.scheduler
         scheduler.add(request)
         if not self.busy:
@@ -159,7 +159,7 @@ class DecodeInstance:
         finish = self._records.finish
         for request in scheduler.complete(batch, (), steps):
             finish[request.index] = now  # type: ignore[attr-defined]
-            self.load -= request.prompt_len
+            self.load -= 1
             self._done(request)  # type: ignore[arg-type]
         if scheduler.waiting:
             scheduler.preempted()

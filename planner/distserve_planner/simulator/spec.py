@@ -47,7 +47,8 @@ class SystemSpec:
     """A deployment. One of three forms:
 
     `prefill` and `decode` (disaggregated; `routes` gives the way for each pair of indices, a missing pair
-    moves in no time), `unified` with its `policy`, or only one of `prefill` and `decode`: that phase alone,
+    moves in no time; `targets` gives the decode instances that a prefill instance may send to, default all),
+    `unified` with its `policy`, or only one of `prefill` and `decode`: that phase alone,
     as `simu_prefill` and `simu_decode` of Algorithm 1.
     """
 
@@ -56,6 +57,7 @@ class SystemSpec:
     unified: tuple[InstanceSpec, ...] = ()
     policy: Policy = "prefill_first"
     routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
+    targets: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if bool(self.unified) == bool(self.prefill or self.decode):

@@ -20,8 +20,9 @@ class Simulation:
     """Runs a trace through a system, as far as asked; the same input gives the same result, bit for bit.
 
     Requests wait in one FCFS queue and are bound late: to the prefill instance with the least work (tokens
-    waiting and in computation) among those that can take more. Decode goes to the instance with the fewest
-    prompt tokens on it. Prefill blocks are held until the KV has been pulled.
+    waiting and in computation) among those that have room for it; a prompt longer than that goes to an idle
+    one. Decode goes to the instance with the fewest requests. Prefill blocks are held until the KV has been
+    pulled.
     """
 
     def __init__(
@@ -60,6 +61,10 @@ class Simulation:
         self.unified = [
             UnifiedInstance(i, spec, system.policy, self.clock, self.records, self._done)
             for i, spec in enumerate(system.unified)
+        ]
+        everywhere = range(len(self.decode))
+        self._choices = [
+            [self.decode[j] for j in system.targets.get(i, everywhere)] for i in range(len(self.prefill))
         ]
         self._longest_prompt = min((s.kv_tokens for s in system.prefill), default=1 << 60)
         self._longest = min((s.kv_tokens for s in system.decode + system.unified), default=1 << 60)
@@ -128,8 +133,10 @@ class Simulation:
         while queue:
             best: PrefillInstance | None = None
             for instance in self.prefill:
-                if (best is None or instance.work < best.work) and instance.scheduler.credits() > 0:
-                    best = instance
+                if best is None or instance.work < best.work:
+                    room = instance.scheduler.credits()
+                    if queue[0].prompt_len <= room or (room > 0 and not instance.work):
+                        best = instance
             if best is None:
                 return
             best.offer(queue.popleft())
@@ -151,8 +158,8 @@ class Simulation:
         )  # fmt: skip
         incoming.index = index
         self._holders[request.id] = (source, request)
-        decode = self.decode
-        (decode[0] if len(decode) == 1 else min(decode, key=_load)).offer(incoming)
+        choices = self._choices[source.index]
+        (choices[0] if len(choices) == 1 else min(choices, key=_load)).offer(incoming)
 
     def _pull(self, target: DecodeInstance, request: Tracked, when: float) -> None:
         """Moves the KV of an admitted request; `when` may lie ahead of the clock, at the end of a round."""

@@ -25,8 +25,8 @@ class UnifiedInstance:
     """
 
     __slots__ = (
-        "_batch", "_chunked", "_clock", "_done", "_latency", "_plan", "_prompts", "_records", "_rounds",
-        "_span", "busy", "busy_s", "index", "load", "scheduler",
+        "_batch", "_chunk", "_chunked", "_clock", "_done", "_late", "_latency", "_plan", "_prompts",
+        "_records", "_rounds", "_span", "busy", "busy_s", "index", "load", "scheduler",
     )  # fmt: skip
 
     def __init__(
@@ -40,9 +40,11 @@ class UnifiedInstance:
     ) -> None:
         self.index = index
         self._chunked = policy == "chunked_prefill"
+        self._chunk = spec.limits.chunk_tokens
+        self._late = (0.0, 1.0)  # seconds between micro-batches of the step, tokens of each
         limits = replace(spec.limits, chunk_tokens=spec.limits.chunk_tokens * spec.latency.pp)
         self.scheduler = UnifiedScheduler(limits, CountingBlocks(spec.num_blocks, spec.block_size), policy)
-        self.load = 0  # prompt tokens of the requests that have not ended
+        self.load = 0  # requests that have not ended
         self.busy = False
         self.busy_s = 0.0
         self._batch: Batch | None = None
@@ -59,7 +61,7 @@ class UnifiedInstance:
         scheduler = self.scheduler
         blocked = bool(scheduler.waiting)  # those ahead wait for an end, and so will this one
         scheduler.add(request)
-        self.load += request.prompt_len
+        self.load += 1
         if not self.busy:
             self._begin()
         elif not blocked and len(scheduler.running) < scheduler.limits.max_batch_size:
@@ -109,7 +111,11 @@ class UnifiedInstance:
             started[request.index] = now  # type: ignore[attr-defined]
 
     def _mixed_s(self, batch: Batch) -> float:
-        """A step of whole prompts (prefill_first), or of decodes and a piece of prompts (chunked_prefill)."""
+        """A step of whole prompts (prefill_first), or of decodes and a piece of prompts (chunked_prefill).
+
+        With pp stages the pieces go in micro-batches of one chunk each, one stage apart. The next step starts
+        when the first of them is through, the last one ends that much later (`_late`).
+        """
         tokens = squares = 0
         for item in batch.prefill:
             end = item.start + item.num_tokens
@@ -117,15 +123,18 @@ class UnifiedInstance:
             squares += end * end - item.start * item.start
         count = len(batch.prefill)
         size = batch.num_decodes
-        context = batch.context_tokens + size
         latency = self._latency
-        if not size and latency.pp == 1:
-            return latency.prefill_stage_s(tokens, squares, count)
         pp = latency.pp
         if pp == 1:
-            return latency.mixed_stage_s(tokens, squares, size, context, count)
-        stage = latency.mixed_stage_s(tokens / pp, squares / pp, -(-size // pp), context / pp, count / pp)
-        return pp * stage + (pp - 1) * latency.hop_s((tokens + size) / pp)
+            if not size:
+                return latency.prefill_stage_s(tokens, squares, count)
+            return latency.mixed_stage_s(tokens, squares, size, batch.context_tokens + size, count)
+        pieces = -(-tokens // self._chunk)
+        beside = -(-size // pp)
+        context = (batch.context_tokens + size) / pp
+        stage = latency.mixed_stage_s(tokens / pieces, squares / pieces, beside, context, count / pieces)
+        self._late = (stage, tokens / pieces)
+        return pp * stage + (pp - 1) * latency.hop_s(tokens / pieces + beside)
 
     def _begin_pipeline(self) -> bool:
         """Sends the waiting prompts through the stages, batch by batch. False if there are none."""
@@ -175,8 +184,9 @@ class UnifiedInstance:
             self._first_tokens(batch, now)
         for request in self.scheduler.complete(batch, (), steps):
             index: int = request.index  # type: ignore[attr-defined]
-            records.finish[index] = records.first[index] if request.stop_after == 1 else now
-            self.load -= request.prompt_len
+            first = records.first[index]
+            records.finish[index] = first if request.stop_after == 1 or first > now else now
+            self.load -= 1
             self._done(request)  # type: ignore[arg-type]
         if self.scheduler.waiting:
             self.scheduler.preempted()
@@ -188,8 +198,12 @@ class UnifiedInstance:
             groups, self._prompts = self._prompts, []
         else:
             groups = [(batch.prefill, now)]
+        late, piece = self._late
+        passed = 0
         for items, when in groups:
             for item in items:
+                passed += item.num_tokens
                 if item.samples and not item.request.generated:
                     index: int = item.request.index  # type: ignore[attr-defined]
-                    records.first[index] = records.admitted[index] = records.ready[index] = when
+                    first = when + late * int((passed - 1) / piece) if late else when
+                    records.first[index] = records.admitted[index] = records.ready[index] = first

@@ -1,0 +1,54 @@
+"""Optimistic bounds on rates in closed form: where bisection starts, and what cannot win."""
+
+from __future__ import annotations
+
+from math import inf
+
+from distserve_planner.search.problem import Problem
+from distserve_planner.simulator.rounds import DecodeRounds
+from distserve_planner.simulator.spec import InstanceSpec, SystemSpec
+
+# A tenth of the requests may miss TPOT, so the mean round may be longer than the objective.
+TPOT_SLACK = 1.25
+
+
+def prefill_ceiling(problem: Problem, spec: InstanceSpec) -> float:
+    """Requests per second when every batch is full: no queueing, no bubbles."""
+    requests = problem.requests
+    prompts = max(1.0, spec.limits.max_batch_tokens / requests.mean_input)
+    stage = spec.latency.prefill_stage_s(
+        prompts * requests.mean_input, prompts * requests.mean_square, prompts
+    )
+    # the batch may also be one long prompt; twice the mean is generous to short ones
+    return 1.2 * prompts / stage
+
+
+def decode_ceiling(problem: Problem, spec: InstanceSpec) -> float:
+    """Requests per second at the largest batch that memory and TPOT allow, all of mean length."""
+    requests = problem.requests
+    steps = requests.mean_output - 1
+    if steps <= 0:
+        return inf
+    context = requests.mean_input + requests.mean_output / 2
+    most = int(min(spec.limits.max_batch_size, max(1.0, spec.kv_tokens / context)))
+    rounds = DecodeRounds(spec.latency)
+    rounds.grow(most)
+
+    def round_s(batch: int) -> float:
+        return rounds.fixed[batch] + rounds.slope[batch] * batch * context
+
+    allowed = TPOT_SLACK * problem.slo.tpot_s
+    fitting = [batch for batch in range(1, most + 1) if round_s(batch) <= allowed] or [1]
+    return max(batch / round_s(batch) for batch in fitting) / steps * 1.1
+
+
+def system_ceiling(problem: Problem, system: SystemSpec) -> float:
+    """Of a whole deployment; of a unified instance the time of both phases adds up."""
+    total = 0.0
+    for spec in system.unified:
+        prefill, decode = prefill_ceiling(problem, spec), decode_ceiling(problem, spec)
+        total += min(prefill, decode)
+    if system.unified:
+        return total
+    prefill = sum(prefill_ceiling(problem, spec) for spec in system.prefill) or inf
+    return min(prefill, sum(decode_ceiling(problem, spec) for spec in system.decode) or inf)

@@ -1,0 +1,172 @@
+"""What worker processes do: plain tasks in, plain results out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from distserve.core.shapes import Shape
+from distserve_planner.goodput import Goodput, Verdict, goodput, probe, warm_up_requests
+from distserve_planner.search.assignment import assign
+from distserve_planner.search.bounds import decode_ceiling, prefill_ceiling, system_ceiling
+from distserve_planner.search.deployment import Deployment
+from distserve_planner.search.diagnosis import Diagnosis, diagnose
+from distserve_planner.search.problem import Problem
+from distserve_planner.search.system_spec import system_spec
+from distserve_planner.simulator.spec import SystemSpec
+from distserve_planner.slo import Attainment, attainment, percentile
+
+
+@dataclass(frozen=True)
+class PhaseTask:
+    """Goodput of one phase alone on one instance (`simu_prefill`, `simu_decode`)."""
+
+    role: Literal["prefill", "decode"]
+    shape: Shape
+    cross_hops: int = 0
+
+
+@dataclass(frozen=True)
+class DeploymentTask:
+    """Joint goodput of a deployment.
+
+    floor: requests/s per device that it must reach to be of interest. ceiling: optimistic requests/s of all;
+    first_step: how far below it the result is expected, in points of the grid of rates.
+    """
+
+    deployment: Deployment
+    floor: float = 0.0
+    ceiling: float = inf
+    long: bool = False
+    first_step: int = 16
+
+
+@dataclass(frozen=True)
+class RateTask:
+    """Whether a deployment meets the objectives at one rate (requests/s)."""
+
+    deployment: Deployment
+    rate: float
+    long: bool = False
+
+
+@dataclass(frozen=True)
+class ScaleTask:
+    """The tightest scale of the objectives that a deployment meets at one rate."""
+
+    deployment: Deployment
+    rate: float
+    long: bool = False
+
+
+@dataclass(frozen=True)
+class OfflineTask:
+    """Throughput when all requests are there from the start."""
+
+    deployment: Deployment
+    requests: int = 2000
+
+
+@dataclass(frozen=True)
+class DiagnosisTask:
+    """A closer look at a deployment at one rate."""
+
+    deployment: Deployment
+    rate: float
+
+
+Task = PhaseTask | DeploymentTask | RateTask | ScaleTask | OfflineTask | DiagnosisTask
+
+
+@dataclass(frozen=True)
+class ScaleResult:
+    """scale: factor on both objectives at which the target attainment is just met; `at`: there."""
+
+    scale: float
+    at: Attainment
+
+
+@dataclass(frozen=True)
+class OfflineResult:
+    """Requests and output tokens per second, without the start and the tail."""
+
+    requests_s: float
+    tokens_s: float
+
+
+Result = Goodput | Verdict | ScaleResult | OfflineResult | Diagnosis
+
+
+def evaluate(problem: Problem, task: Task) -> Result:
+    """Runs one task. The deployment must fit the cluster."""
+    if isinstance(task, PhaseTask):
+        return _phase(problem, task)
+    system = _system(problem, task.deployment)
+    if isinstance(task, DeploymentTask):
+        precision = problem.long_precision if task.long else problem.precision
+        return goodput(
+            system,
+            problem.requests,
+            problem.slo,
+            precision,
+            devices=task.deployment.devices,
+            ceiling=min(task.ceiling, system_ceiling(problem, system)),
+            floor=task.floor,
+            first_step=task.first_step,
+        )
+    if isinstance(task, RateTask):
+        precision = problem.long_precision if task.long else problem.precision
+        return probe(system, problem.requests, task.rate, problem.slo, precision)
+    if isinstance(task, ScaleTask):
+        return _scale(problem, task, system)
+    if isinstance(task, DiagnosisTask):
+        return diagnose(system, problem.requests, task.rate, problem.slo, problem.precision)
+    return _offline(problem, task, system)
+
+
+def _system(problem: Problem, deployment: Deployment) -> SystemSpec:
+    placed = assign(deployment, problem.cluster)
+    if placed is None:
+        raise ValueError(f"{deployment} does not fit the cluster")
+    return system_spec(problem, deployment, placed)
+
+
+def _phase(problem: Problem, task: PhaseTask) -> Goodput:
+    spec = problem.instance(task.shape, cross_hops=task.cross_hops)
+    if task.role == "prefill":
+        system, ceiling = SystemSpec(prefill=(spec,)), prefill_ceiling(problem, spec)
+    else:
+        system, ceiling = SystemSpec(decode=(spec,)), decode_ceiling(problem, spec)
+    return goodput(
+        system, problem.requests, problem.slo, problem.precision, devices=task.shape.ranks, ceiling=ceiling
+    )
+
+
+def _scale(problem: Problem, task: ScaleTask, system: SystemSpec) -> ScaleResult:
+    precision = problem.long_precision if task.long else problem.precision
+    requests, slo = problem.requests, problem.slo
+    warm_up = warm_up_requests(requests, task.rate, slo, precision)
+    count = min(precision.max_requests, len(requests) - 2 * warm_up)
+    run = requests.simulation(system, task.rate, 2 * warm_up + count)
+    run.run(warm_up + count)
+    outcome = run.outcome(warm_up, warm_up + count)
+    scale = percentile(np.maximum(outcome.ttft_s / slo.ttft_s, outcome.tpot_s / slo.tpot_s), slo.attainment)
+    at = attainment(outcome, slo.scaled(scale) if 0 < scale < inf else slo)
+    return ScaleResult(scale, at)
+
+
+def _offline(problem: Problem, task: OfflineTask, system: SystemSpec) -> OfflineResult:
+    requests = problem.requests
+    count = min(task.requests, len(requests))
+    run = requests.simulation(system, 1e9, count)  # all within the first microseconds
+    run.run()
+    outcome = run.outcome()
+    ends = np.sort(outcome.finish[~outcome.refused])
+    if len(ends) < count / 2:
+        return OfflineResult(0.0, 0.0)
+    first, last = len(ends) // 10, 9 * len(ends) // 10
+    rate = (last - first) / float(ends[last] - ends[first])
+    return OfflineResult(rate, rate * requests.mean_output)
