@@ -171,8 +171,9 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        status = self.close()
+        assert error is not None or status == 0, f"the engine ended with status {status}"
 
     def status(self) -> dict[str, Any]:
         return self.connection.call("status")

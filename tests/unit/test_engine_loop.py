@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ class ManualPuller:
 
     copies: list[tuple[Handle, list[int], Future[Any]]] = field(default_factory=list)
     cancelled: list[Future[Any]] = field(default_factory=list)
+    pairs: int = 0
 
     def pull(self, handle: Handle, dst_blocks: Sequence[int], deadline: float) -> Future[Any]:
         future: Future[Any] = Future()
@@ -114,6 +116,9 @@ class ManualPuller:
 
 class FixedSource:
     address = "127.0.0.1:9"
+
+    def stats(self) -> Any:
+        raise NotImplementedError
 
     def close(self) -> None:
         pass
@@ -178,7 +183,7 @@ class Node:
         return self.of(id)[-1]
 
     def tokens(self, id: str) -> list[int]:
-        out = []
+        out: list[int] = []
         for fields in self.of(id):
             out += [fields["token"]] if fields["type"] == "prefilled" else fields.get("tokens", [])
         return out
@@ -274,7 +279,7 @@ def test_a_recovered_request_goes_on_after_its_output() -> None:
     assert d.tokens("r") == expected[5:]
     for node in (u, Node("decode")):  # without a handle: computed on the spot
         node.submit("r", [5, 6, 7], 10, output=expected[:4])
-        node.until(lambda node=node: node.over("r"))
+        node.until(partial(node.over, "r"))
         assert node.tokens("r") == expected[4:]
         assert node.of("r")[0]["type"] == "prefilled"
         node.assert_empty()

@@ -43,7 +43,7 @@ class Rig:
             max_queue=3,
             heartbeat_s=HEARTBEAT_S,
             owner_timeout_s=owner_timeout_s,
-            credit_step=100,
+            batch_tokens=1600,
         )
         self.mailbox.start()
         self.connection = EngineConnection(ours)

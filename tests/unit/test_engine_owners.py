@@ -41,7 +41,9 @@ def test_a_reply_takes_a_bounded_number_of_events() -> None:
     part = log.unseen()
     assert len(part) == EVENTS_PER_REPLY
     log.acknowledge(part[-1]["seq"])
-    assert [event["tokens"][0] for event in log.unseen()] == list(range(EVENTS_PER_REPLY, EVENTS_PER_REPLY + 7))
+    assert [event["tokens"][0] for event in log.unseen()] == list(
+        range(EVENTS_PER_REPLY, EVENTS_PER_REPLY + 7)
+    )
 
 
 def test_nothing_comes_after_the_last_event() -> None:
@@ -79,21 +81,22 @@ def test_a_newer_epoch_replaces_the_older_one_for_good() -> None:
 def test_polls_are_due_with_events_or_at_their_time_or_for_credits() -> None:
     owners = Owners(30.0)
     log = entered(owners)
-    log.told_credits = 100
+    log.told_credits = 400
 
     def hold() -> None:
         log.held = HeldPoll(1, 11.0)
 
     hold()
-    assert owners.due(10.5, 100, 256) == []
-    assert owners.due(10.5, 355, 256) == []
-    assert [poll.call_id for _, poll in owners.due(10.5, 356, 256)] == [1]
+    assert owners.due(10.5, 400, 512) == []
+    assert owners.due(10.5, 431, 512) == []
+    assert owners.due(10.5, 999, 400) == []  # it knows of a whole batch
+    assert [poll.call_id for _, poll in owners.due(10.5, 432, 512)] == [1]
     assert log.held is None
     hold()
-    assert len(owners.due(11.0, 100, 256)) == 1
+    assert len(owners.due(11.0, 400, 512)) == 1
     hold()
     owners.deliver([token(A, "r", 1)])
-    assert len(owners.due(10.5, 100, 256)) == 1
+    assert len(owners.due(10.5, 400, 512)) == 1
 
 
 def test_a_silent_owner_is_given_up_once_and_learns_of_it_when_it_comes_back() -> None:

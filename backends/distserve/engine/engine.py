@@ -82,7 +82,7 @@ class Engine:
             max_queue=self._config.max_queue,
             heartbeat_s=self._config.heartbeat_s,
             owner_timeout_s=OWNER_PATIENCE * self._config.lease_s,
-            credit_step=max(1, self._config.max_batch_tokens // 2),
+            batch_tokens=self._config.max_batch_tokens,
             clock=self._clock,
         )
         mailbox.start()

@@ -110,7 +110,8 @@ class EngineLoop:
         elif isinstance(op, Manage):
             self._manage(op)
         elif isinstance(op, Pulled):
-            self.counters.transfers_failed += op.future.exception(0) is not None
+            failed = op.future.exception(0) is not None
+            self.counters.transfers_failed += failed and op.key in self._requests  # else it was cancelled
             self._role.pulled(op, self)
         else:
             self._drop_owner(op)
@@ -131,9 +132,8 @@ class EngineLoop:
         if op.kind == "renew":
             self._role.renew(states, self._clock())
             return
-        for state in states:
-            if op.kind == "cancel" or state.handed_out:
-                self._cancel(state)
+        for state in states:  # what is released before it was handed out is not wanted either
+            self._cancel(state)
 
     def _drop_owner(self, op: DropOwner) -> None:
         for key in list(self._ids.get(op.owner, {}).values()):

@@ -46,7 +46,7 @@ class Mailbox:
         max_queue: int,
         heartbeat_s: float,
         owner_timeout_s: float,
-        credit_step: int,
+        batch_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connection = connection
@@ -57,7 +57,7 @@ class Mailbox:
         self._epoch = epoch
         self._max_queue = max_queue
         self._heartbeat_s = heartbeat_s
-        self._credit_step = credit_step
+        self._batch_tokens = batch_tokens
         self._clock = clock
         self._owners = Owners(owner_timeout_s)
         self._accepted = 0
@@ -67,6 +67,7 @@ class Mailbox:
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
         self._closing_at: float | None = None
+        self._wanted = selectors.EVENT_READ
         self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
 
     def start(self) -> None:
@@ -124,15 +125,16 @@ class Mailbox:
         while self._outbox:
             self._owners.deliver(self._outbox.popleft())
         now = self._clock()
-        for log, poll in self._owners.due(
-            now if closing is None else float("inf"), self._credits, self._credit_step
-        ):
+        hold_until = now if closing is None else float("inf")
+        for log, poll in self._owners.due(hold_until, self._credits, self._batch_tokens):
             self._reply_events(log, poll.call_id)
         for owner in self._owners.expire(now):
             self._inbox.post(DropOwner(owner))
         flushed = self._connection.flush()
         wanted = selectors.EVENT_READ if flushed else selectors.EVENT_READ | selectors.EVENT_WRITE
-        selector.modify(self._connection, wanted)
+        if wanted != self._wanted:
+            selector.modify(self._connection, wanted)
+            self._wanted = wanted
         return closing is None or not (flushed or now >= closing)
 
     def _answer(self, call_id: int, payload: bytes) -> None:

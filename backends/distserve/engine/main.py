@@ -11,12 +11,15 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from distserve.core.config import EngineConfig
 from distserve.core.parsing import ConfigError
-from distserve.engine.engine import Engine
 from distserve.serving.frames import CONTROL_CALL, pack_frame, read_frame
 from distserve.serving.schema import ErrorCode, ServingError, error_reply, ok_reply
+
+if TYPE_CHECKING:
+    from distserve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(
             level=logging.INFO, format=f"%(asctime)s {config.instance} %(levelname)s %(name)s: %(message)s"
         )
+        # torch only now: a configuration that is refused is refused at once
+        from distserve.engine.engine import Engine
+
         engine = Engine(config)
         signal.signal(signal.SIGTERM, lambda *_: engine.stop("SIGTERM"))
         sock.sendall(pack_frame(CONTROL_CALL, ok_reply(**engine.identity)))

@@ -118,14 +118,19 @@ class Owners:
             if log is not None and log.owner == event.owner:
                 log.append(event.id, event.fields, event.last)
 
-    def due(self, now: float, credits: int, credit_step: int) -> list[tuple[OwnerLog, HeldPoll]]:
-        """Polls to answer now: with events, held long enough, or with news of work that can be taken."""
+    def due(self, now: float, credits: int, batch_tokens: int) -> list[tuple[OwnerLog, HeldPoll]]:
+        """Polls to answer now: with events, held long enough, or with news of work that can be taken.
+
+        News is for an owner that was told of less than a batch, and a sixteenth of a batch more than that.
+        """
         out = []
         for log in self._logs.values():
             poll = log.held
             if poll is None:
                 continue
-            if log.events or now >= poll.until_s or credits >= log.told_credits + credit_step:
+            told = log.told_credits
+            news = told < batch_tokens and credits >= told + max(1, batch_tokens // 16)
+            if log.events or now >= poll.until_s or news:
                 log.held = None
                 log.seen_s = now
                 out.append((log, poll))
