@@ -406,8 +406,8 @@ def test_an_owner_that_is_gone_leaves_nothing() -> None:
     p.turns()
     p.inbox.post(DropOwner(OWNER))
     p.assert_empty()
-    assert not p.loop._requests
-    assert not p.loop._ids
+    assert len(p.loop._ledger) == 0
+    assert p.loop._ledger.of(OWNER) == []
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "chunked_prefill"])

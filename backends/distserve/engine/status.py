@@ -51,7 +51,8 @@ class Counters:
     execute_s: float = 0.0  # inside the executor
     loop_s: float = 0.0  # the loop's own work between two steps; waiting is in neither
     step_began_s: float | None = None  # engine clock; None while no step runs
-    requests: int = 0
+    requests: int = 0  # submitted
+    submitted_tokens: int = 0  # of prefill work
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
