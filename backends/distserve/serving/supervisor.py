@@ -235,7 +235,8 @@ class Supervisor:
 
     def _fail_calls(self, reason: ServingError) -> None:
         with self._lock:
-            self._sock, self._reason = None, f"{reason.message}; it is being started again"
+            again = "" if self._stopping.is_set() else "; it is being started again"
+            self._sock, self._reason = None, reason.message + again
             calls, self._calls = self._calls, {}
         for call in calls.values():
             call.reply(error_reply(ServingError("UNAVAILABLE", reason.message)))
