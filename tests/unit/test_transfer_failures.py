@@ -18,9 +18,9 @@ SLOW_S = 0.05  # per access to a layer's pages: a transfer takes half a second a
 MIDST = dict(staging_bytes=2048, delay_s=SLOW_S)
 
 
-@pytest.fixture
-def decode() -> Iterator[Decode]:
-    decode = Decode(Shape(), staging_bytes=2048)
+@pytest.fixture(params=[False, True], ids=["gloo", "memory"])
+def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    decode = Decode(Shape(), staging_bytes=2048, shared_memory=request.param)
     yield decode
     decode.close()
 
@@ -89,10 +89,11 @@ def test_a_slow_source_is_given_up_at_the_deadline_by_both_ends(decode: Decode) 
         peer.end()
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_dead_or_silent_puller_gives_the_blocks_back(number: signal.Signals) -> None:
+def test_a_dead_or_silent_puller_gives_the_blocks_back(number: signal.Signals, shared_memory: bool) -> None:
     instance = Instance(Shape(), staging_bytes=2048, timeout_s=1.0, delay_s=SLOW_S)
-    peer = DecodeProcess(Shape(), staging_bytes=2048)
+    peer = DecodeProcess(Shape(), staging_bytes=2048, shared_memory=shared_memory)
     try:
         handle = instance.lease(list(range(16)))
         peer.start_pull(handle, list(range(16)))

@@ -17,7 +17,7 @@ from distserve.transfer.request import Accepted, PullRequest
 LAYOUT = Layout("m", "bf16", 16, 4, 4, 64, 2, 1, "nhd")
 HANDLE = Handle("p0", 3, "r1", new_nonce(), 33, 7, LAYOUT, ("127.0.0.1:4000", "[::1]:4001"))
 REQUEST = PullRequest(
-    HANDLE, replace(LAYOUT, tp=1, pp=2), Claimant("d0", 1, Shape(1, 2)), 1, 3, 100, "gloo", 5.0
+    HANDLE, replace(LAYOUT, tp=1, pp=2), Claimant("d0", 1, Shape(1, 2)), 1, 3, 100, "gloo", "", 5.0
 )
 
 
@@ -28,7 +28,7 @@ def through_msgpack(wire: dict[str, Any]) -> Any:
 def test_what_is_written_is_read() -> None:
     assert Handle.from_wire(through_msgpack(HANDLE.to_wire())) == HANDLE
     assert PullRequest.from_wire(through_msgpack(REQUEST.to_wire())) == REQUEST
-    accepted = Accepted(3, 20, 4096, True)
+    accepted = Accepted(3, 20, 4096, "memory")
     assert Accepted.from_wire(through_msgpack(accepted.to_wire())) == accepted
     assert HANDLE.num_blocks == 3
 
@@ -78,6 +78,7 @@ def test_a_missing_field_of_a_handle_is_named(field: str) -> None:
         ("num_blocks", 0),
         ("units", 0),
         ("backend", 1),
+        ("host", "x" * 300),
         ("timeout_s", 0.0),
         ("timeout_s", float("nan")),
     ],

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from distserve.core.shapes import Shape
+from distserve.transfer.channel import GlooChannel
 from distserve.transfer.errors import TransferError
 from distserve.transfer.handle import Handle
 from distserve.transfer.source import KVSource
@@ -41,18 +42,21 @@ def instance() -> Iterator[Instance]:
     instance.close()
 
 
-@pytest.fixture
-def decode() -> Iterator[Decode]:
-    decode = Decode(Shape())
+@pytest.fixture(params=[False, True], ids=["gloo", "memory"])
+def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    decode = Decode(Shape(), shared_memory=request.param)
     yield decode
     decode.close()
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
 @pytest.mark.parametrize(("src", "dst", "heads"), PAIRS, ids=str)
-def test_content_is_equal_for_every_pair_of_shapes(src: Shape, dst: Shape, heads: int) -> None:
+def test_content_is_equal_for_every_pair_of_shapes(
+    src: Shape, dst: Shape, heads: int, shared_memory: bool
+) -> None:
     layout = replace(LAYOUT, kv_heads=heads)
     peer = InstanceProcess(src, layout=layout)
-    decode = Decode(dst, layout=layout)
+    decode = Decode(dst, layout=layout, shared_memory=shared_memory)
     try:
         for _ in range(2):  # the second uses the pairs of the first
             src_blocks, dst_blocks = random.sample(range(BLOCKS), 7), random.sample(range(BLOCKS), 7)
@@ -72,10 +76,11 @@ def test_content_is_equal_for_every_pair_of_shapes(src: Shape, dst: Shape, heads
         peer.end()
 
 
-def test_a_prompt_of_many_buffers_uses_two_buffers(instance: Instance) -> None:
-    """One block of one layer's K is 512 bytes; the prompt is 20 such buffers and more."""
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
+def test_a_prompt_of_many_buffers_uses_two_small_buffers(shared_memory: bool) -> None:
+    """One block of one layer's K is 512 bytes, the smaller of the two ends' buffers 4096."""
     small = Instance(Shape(), name="small", staging_bytes=4096)
-    decode = Decode(Shape(), staging_bytes=1 << 20)
+    decode = Decode(Shape(), staging_bytes=1 << 16, shared_memory=shared_memory)
     try:
         src_blocks, dst_blocks = list(range(20)), list(range(4, 24))
         handle = small.lease(src_blocks)
@@ -84,7 +89,7 @@ def test_a_prompt_of_many_buffers_uses_two_buffers(instance: Instance) -> None:
         assert decode.differing(src_blocks, dst_blocks) == 0
         copies = decode.pullers[0]._receivers.popitem()[1]._copies
         assert copies is not None
-        assert sum(b.numel() * b.element_size() for b in copies._buffers) == 2 << 20
+        assert sum(b.numel() * b.element_size() for b in copies._buffers) <= 2 << 16
     finally:
         decode.close()
         small.close()
@@ -267,6 +272,23 @@ def test_other_machines_are_reached_with_a_secret_only(decode: Decode) -> None:
         KVSource(RankPages(LAYOUT, 0, 1), None, Shape(), 0, LAYOUT, "p0", 1, host="0.0.0.0")  # type: ignore[arg-type]
     handle = Handle("p0", 1, "r", b"0" * 16, 4, 1, LAYOUT, ("192.0.2.1:4000",))
     assert reason(decode.pull(handle, [1])[0]) == "no_secret"
+
+
+def test_memory_that_cannot_be_shared_gives_way_to_gloo(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("distserve.transfer.memory._map", fails)
+    decode = Decode(Shape())
+    try:
+        decode.pull(instance.lease([1, 2]), [1, 2])[0].result(15)
+        assert decode.differing([1, 2], [1, 2]) == 0
+        receiver = decode.pullers[0]._receivers.popitem()[1]
+        assert isinstance(receiver._channel, GlooChannel)
+    finally:
+        decode.close()
 
 
 @pytest.mark.parametrize(

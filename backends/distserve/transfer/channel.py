@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError, bad_message, peer_gone, timed_out
+from distserve.transfer.memory import attach, offer
 from distserve.transfer.rendezvous import ControlStore
 
 SOURCE, PULLER = 0, 1  # ranks within a pair
@@ -30,11 +31,8 @@ class Channel(Protocol):
     """Messages between the two ends of a pair. A lane carries one message at a time."""
 
     lanes: int
-
-    @property
-    def alive(self) -> bool:
-        """False once something failed; then only `close` is allowed."""
-        ...
+    memory: list[Tensor] | None
+    """Bytes that messages have to lie in, one buffer per lane; None if any tensor will do."""
 
     def send(self, lane: int, message: Tensor) -> None:
         """Starts sending a contiguous tensor, which must stay as it is until `wait` returns."""
@@ -62,6 +60,7 @@ class GroupChannel:
 
     def __init__(self, rank: int, lanes: int, groups: int) -> None:
         self.lanes = lanes
+        self.memory: list[Tensor] | None = None
         self._group_count = groups  # lanes share them in turns
         self._peer = 1 - rank
         self._rank = rank
@@ -71,10 +70,6 @@ class GroupChannel:
         self._messages: list[Tensor | None] = [None] * lanes
         self._count = [0] * lanes
         self._alive = True
-
-    @property
-    def alive(self) -> bool:
-        return self._alive
 
     def connect(self, control: Control, deadline: float) -> None:
         """Both ends call this at the same point of their conversation. Raises `TransferError`."""
@@ -222,21 +217,26 @@ class GlooChannel(GroupChannel):
         return torch.device("cpu")
 
 
-def open_channel(backend: str, rank: int, device: torch.device, control: Control, deadline: float) -> Channel:
-    """Makes the pair group of `backend` ("gloo" or "nccl") with the peer at the other end of `control`.
+def open_channel(
+    kind: str, rank: int, device: torch.device, control: Control, lane_bytes: int, deadline: float
+) -> Channel:
+    """Makes the channel to the peer at the other end of `control`, which calls this at the same time.
 
-    `device`: where the caller's pages are. Raises `TransferError`; the control connection is then of no more
-    use.
+    `kind`: "gloo", "nccl", or "memory" for two processes of one host, which becomes "gloo" if the memory
+    cannot be shared after all. `device`: where the caller's pages are; `lane_bytes`: the largest message.
+    Raises `TransferError`; the control connection is then of no more use.
     """
+    if kind == "memory":
+        shared = (offer if rank == SOURCE else attach)(control, lane_bytes, deadline)
+        if shared is not None:
+            return shared
     channel: GroupChannel
-    if backend == "gloo":
-        channel = GlooChannel(rank)
-    elif backend == "nccl":
+    if kind == "nccl":
         from distserve.transfer.nccl import NcclChannel
 
         channel = NcclChannel(rank, device)
     else:
-        raise ValueError(f"backend={backend!r}: allowed are 'gloo' and 'nccl'")
+        channel = GlooChannel(rank)
     channel.connect(control, deadline)
     return channel
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distserve.transfer.channel import Channel
 from distserve.transfer.chunks import Piece, units
 from distserve.transfer.errors import timed_out
 from distserve.transfer.packing import Packer
@@ -21,23 +22,29 @@ SETTLE_S = 1.0  # for copies that were issued before a transfer failed
 
 
 class Copies:
-    """One staging buffer per lane of a pair, and the packing in and out of them.
+    """One staging buffer per lane of a channel, and the packing in and out of them.
 
-    With `on_host` (Gloo with pages on a GPU) messages go through pinned host memory; else the packed buffer
-    is the message. `limit` is the size of a buffer in units (see `chunks`); memory is `lanes * limit` units
-    and stays that.
+    Messages lie in the channel's own memory if it has some, else in pinned host memory for Gloo with pages on
+    a GPU, else in the packed buffers themselves. `limit` is the size of a buffer in units (see `chunks`):
+    staging memory is `lanes * limit` units and stays that.
     """
 
-    def __init__(self, packer: Packer, lanes: int, limit: int, on_host: bool) -> None:
+    def __init__(self, packer: Packer, channel: Channel, limit: int, kind: str) -> None:
         self._packer = packer
-        size, device = limit * packer.unit, packer.device
+        size, dtype, device = limit * packer.unit, packer.dtype, packer.device
         cuda: Any = torch.cuda  # untyped in torch
         self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
+        host: list[Tensor] | None = None
+        if channel.memory is not None:
+            host = [memory[: size * dtype.itemsize].view(dtype) for memory in channel.memory]
+        elif device.type == "cuda" and kind != "nccl":
+            host = [torch.empty(size, dtype=dtype, pin_memory=True) for _ in range(channel.lanes)]
+        if host is not None and device.type == "cpu":
+            self._buffers = self._wire = host
+            return
         with self.current():  # so that their memory is not given to another stream while a copy runs
-            self._buffers = [torch.empty(size, dtype=packer.dtype, device=device) for _ in range(lanes)]
-        self._wire = self._buffers
-        if on_host and device.type != "cpu":
-            self._wire = [torch.empty(size, dtype=packer.dtype, pin_memory=True) for _ in range(lanes)]
+            self._buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(channel.lanes)]
+        self._wire = self._buffers if host is None else host
 
     def current(self) -> AbstractContextManager[Any]:
         """Work issued inside belongs to the own stream; the channel's operations are ordered with it."""

@@ -39,8 +39,6 @@ class NcclChannel(GroupChannel):
     def __init__(self, rank: int, device: torch.device) -> None:
         if not dist.is_nccl_available():
             raise ValueError("backend='nccl': this torch was built without NCCL; allowed is 'gloo'")
-        if device.type != "cuda":
-            raise ValueError(f"backend='nccl': pages are on {device}; allowed are CUDA devices")
         super().__init__(rank, lanes=2, groups=1)
         self._device = device
 

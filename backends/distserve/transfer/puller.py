@@ -14,11 +14,12 @@ from distserve.transfer.copies import mark
 from distserve.transfer.errors import TransferError
 from distserve.transfer.handle import Handle, Layout
 from distserve.transfer.leases import Claimant
+from distserve.transfer.memory import host_id
 from distserve.transfer.packing import Packer, Pages
 from distserve.transfer.plan import contacts
 from distserve.transfer.pull import Pull, TransferStats
 from distserve.transfer.receiver import PairKey, Receiver, ReceiverConfig
-from distserve.transfer.source import STAGING_BYTES, first_layer_and_head, staging_units
+from distserve.transfer.source import STAGING_BYTES, first_layer_and_head, require_backend, staging_units
 
 __all__ = ["KVPuller", "TransferStats"]
 
@@ -43,6 +44,7 @@ class KVPuller:
         *,
         secret: bytes | None = None,
         backend: str = "gloo",
+        shared_memory: bool = True,
         staging_bytes: int = STAGING_BYTES,
         idle_s: float = IDLE_S,
     ) -> None:
@@ -54,7 +56,9 @@ class KVPuller:
         self._device = packer.device
         units = staging_units(packer, layout, staging_bytes)
         claimant = Claimant(instance, epoch, shape)
-        self._config = ReceiverConfig(packer, layout, claimant, rank, secret, backend, units, idle_s)
+        require_backend(backend, packer)
+        host = host_id() if shared_memory and backend == "gloo" else ""
+        self._config = ReceiverConfig(packer, layout, claimant, rank, secret, backend, host, units, idle_s)
         self._lock = threading.Lock()
         self._receivers: dict[PairKey, Receiver] = {}
         self._pulls: dict[Future[TransferStats], Pull] = {}

@@ -35,7 +35,7 @@ class PairKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
-    """What all pairs of one puller share. `units`: size of a staging buffer (see `chunks`)."""
+    """What all pairs of one puller share. `host`: as in `PullRequest`; `units`: size of a staging buffer."""
 
     packer: Packer
     layout: Layout
@@ -43,6 +43,7 @@ class ReceiverConfig:
     rank: int
     secret: bytes | None
     backend: str
+    host: str
     units: int
     idle_s: float
 
@@ -119,8 +120,8 @@ class Receiver:
         pull.accepted()
         try:
             accepted = self._checked(Accepted.from_wire(answer), slices, len(pull.blocks))
-            if accepted.fresh:
-                self._open(control, pull.deadline)
+            if accepted.channel:
+                self._open(control, accepted, pull.deadline)
             complete = self._receive(control, pull, slices, accepted)
             control.send({"op": "confirm" if complete else "cancel"}, pull.deadline)
         except BaseException:
@@ -144,6 +145,7 @@ class Receiver:
             num_blocks=len(pull.blocks),
             units=config.units,
             backend=config.backend,
+            host=config.host,
             timeout_s=min(left, LONGEST_TIMEOUT_S),
         )
 
@@ -173,15 +175,21 @@ class Receiver:
             if not max(len(s.heads) for s in slices) <= units <= self._config.units:
                 raise bad_message(f"units={units}: the staging buffer has {self._config.units}")
             count = sum(1 for _ in messages(slices, num_blocks, units))
-        expected = Accepted(count, units, size, count > 0 and self._channel is None)
-        if accepted != expected:
+        expected = Accepted(count, units, size, accepted.channel)
+        fresh = count > 0 and self._channel is None
+        if accepted.channel not in (self._kinds if fresh else ("",)) or accepted != expected:
             raise bad_message(f"the source wants to send {accepted}; this end expects {expected}")
         return accepted
 
-    def _open(self, control: Control, deadline: float) -> None:
-        config = self._config
-        self._channel = open_channel(config.backend, PULLER, config.packer.device, control, deadline)
-        self._copies = Copies(config.packer, self._channel.lanes, config.units, config.backend == "gloo")
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return (self._config.backend, "memory") if self._config.host else (self._config.backend,)
+
+    def _open(self, control: Control, accepted: Accepted, deadline: float) -> None:
+        packer, kind = self._config.packer, accepted.channel
+        size = accepted.units * packer.unit * packer.dtype.itemsize
+        self._channel = open_channel(kind, PULLER, packer.device, control, size, deadline)
+        self._copies = Copies(packer, self._channel, self._config.units, kind)
 
     def _receive(self, control: Control, pull: Pull, slices: Sequence[Slice], accepted: Accepted) -> bool:
         """True once all is in place; False if the pull was abandoned, after the messages that were on their

@@ -9,18 +9,19 @@ from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
 from distserve.transfer.control import Message
 from distserve.transfer.errors import TransferError, bad_message
-from distserve.transfer.handle import MOST_RANKS, Handle, Layout
+from distserve.transfer.handle import LONGEST_TEXT, MOST_RANKS, Handle, Layout
 from distserve.transfer.leases import Claimant
 
 LONGEST_TIMEOUT_S = 3600.0
+CHANNELS = ("", "gloo", "nccl", "memory")
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
     """One destination rank asks one source rank for its slices of a handle's KV.
 
-    `units`: size of the puller's staging buffers; `timeout_s`: what is left until its deadline (clocks
-    differ).
+    `units`: size of the puller's staging buffers; `host`: `memory.host_id`, or empty where memory is not to
+    be shared; `timeout_s`: what is left until its deadline (clocks differ).
     """
 
     handle: Handle
@@ -30,6 +31,7 @@ class PullRequest:
     num_blocks: int
     units: int
     backend: str
+    host: str
     timeout_s: float
 
     def to_wire(self) -> Message:
@@ -43,6 +45,7 @@ class PullRequest:
             "num_blocks": self.num_blocks,
             "units": self.units,
             "backend": self.backend,
+            "host": self.host,
             "timeout_s": self.timeout_s,
         }
 
@@ -57,21 +60,21 @@ class PullRequest:
         if shape.ranks > MOST_RANKS:
             raise bad_message(f"layout: tp={shape.tp} x pp={shape.pp}; allowed are {MOST_RANKS} ranks")
         rank = _integer(wire, "rank", 0, shape.ranks - 1)
-        instance, backend, timeout_s = wire.get("instance"), wire.get("backend"), wire.get("timeout_s")
-        if not isinstance(instance, str) or len(instance) > 256:
-            raise bad_message("instance: must be a string of at most 256 characters")
-        if not isinstance(backend, str):
-            raise bad_message("backend: must be a string")
+        for name in ("instance", "backend", "host"):
+            if not isinstance(wire.get(name), str) or len(wire[name]) > LONGEST_TEXT:
+                raise bad_message(f"{name}: must be a string of at most {LONGEST_TEXT} characters")
+        timeout_s = wire.get("timeout_s")
         if not isinstance(timeout_s, float) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
             raise bad_message(f"timeout_s={timeout_s!r}: must be in (0, {LONGEST_TIMEOUT_S}]")
         return cls(
             handle=handle,
             layout=layout,
-            claimant=Claimant(instance, _integer(wire, "epoch", 0, 2**63 - 1), shape),
+            claimant=Claimant(wire["instance"], _integer(wire, "epoch", 0, 2**63 - 1), shape),
             rank=rank,
             num_blocks=_integer(wire, "num_blocks", 1, 2**40),
             units=_integer(wire, "units", 1, 2**40),
-            backend=backend,
+            backend=wire["backend"],
+            host=wire["host"],
             timeout_s=timeout_s,
         )
 
@@ -85,7 +88,7 @@ class Accepted:
     messages: int
     units: int
     bytes: int
-    fresh: bool  # both make a new pair group first
+    channel: str
 
     def to_wire(self) -> Message:
         return {
@@ -93,19 +96,19 @@ class Accepted:
             "messages": self.messages,
             "units": self.units,
             "bytes": self.bytes,
-            "fresh": self.fresh,
+            "channel": self.channel,
         }
 
     @classmethod
     def from_wire(cls, wire: Message) -> Accepted:
         """Raises `TransferError` (INVALID_ARGUMENT) naming the field."""
-        if wire.get("ok") is not True or not isinstance(wire.get("fresh"), bool):
+        if wire.get("ok") is not True or wire.get("channel") not in CHANNELS:
             raise bad_message("answer to a pull: neither accepted nor refused")
         return cls(
             _integer(wire, "messages", 0, 2**40),
             _integer(wire, "units", 0, 2**40),
             _integer(wire, "bytes", 0, 2**60),
-            wire["fresh"],
+            wire["channel"],
         )
 
 

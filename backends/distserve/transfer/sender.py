@@ -29,7 +29,7 @@ IDLE_S = 300.0  # longer than a puller keeps an idle pair, so that it is the pul
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """What all pairs of one source share. `units`: size of a staging buffer (see `chunks`)."""
+    """What all pairs of one source share. `host`: as in `PullRequest`; `units`: size of a staging buffer."""
 
     packer: Packer
     leases: LeaseTable
@@ -40,6 +40,7 @@ class SenderConfig:
     epoch: int
     secret: bytes | None
     backend: str
+    host: str
     units: int
     timeout_s: float
 
@@ -53,6 +54,7 @@ class Job:
     messages: int
     units: int
     bytes: int
+    channel: str  # kind, should a new one be needed
     deadline: float
 
 
@@ -140,17 +142,18 @@ class Sender:
             raise _refused("wrong_shape", str(error)) from None
         claim = config.leases.claim(handle, request.claimant, request.rank, callers(calls, config.rank))
         size = total_units(slices, request.num_blocks) * config.packer.unit * config.packer.dtype.itemsize
-        return Job(claim, slices, count, units, size, start + min(config.timeout_s, request.timeout_s))
+        kind = "memory" if config.host and config.host == request.host else config.backend
+        return Job(claim, slices, count, units, size, kind, start + min(config.timeout_s, request.timeout_s))
 
     def _transfer(self, job: Job) -> bool:
         """True once the puller has confirmed, False if it has cancelled. Raises `TransferError`."""
-        fresh = job.messages > 0 and self._channel is None
-        self._control.send(Accepted(job.messages, job.units, job.bytes, fresh).to_wire(), job.deadline)
-        config = self._config
-        if fresh:
-            device = config.packer.device
-            self._channel = open_channel(config.backend, SOURCE, device, self._control, job.deadline)
-            self._copies = Copies(config.packer, self._channel.lanes, config.units, config.backend == "gloo")
+        kind = job.channel if job.messages > 0 and self._channel is None else ""
+        self._control.send(Accepted(job.messages, job.units, job.bytes, kind).to_wire(), job.deadline)
+        if kind:
+            packer, units = self._config.packer, self._config.units
+            size = units * packer.unit * packer.dtype.itemsize
+            self._channel = open_channel(kind, SOURCE, packer.device, self._control, size, job.deadline)
+            self._copies = Copies(packer, self._channel, units, kind)
         if self._channel is not None and self._copies is not None and job.messages:
             try:
                 if not self._send(job, self._channel, self._copies):
@@ -167,17 +170,16 @@ class Sender:
         )
         for index, message in enumerate(messages(job.slices, len(blocks), job.units)):
             lane = index % channel.lanes
+            while allowed <= index:
+                reply = self._control.recv(job.deadline)
+                if reply.get("op") == "cancel":
+                    return False
+                if reply.get("op") != "ready":
+                    raise bad_message(f"op={reply.get('op')!r}: allowed are 'ready' and 'cancel'")
+                allowed += 1
             channel.wait(lane, job.deadline)  # its buffer is free again
             with copies.current():
-                content = copies.pack(lane, message, blocks, job.deadline)
-                while allowed <= index:
-                    reply = self._control.recv(job.deadline)
-                    if reply.get("op") == "cancel":
-                        return False
-                    if reply.get("op") != "ready":
-                        raise bad_message(f"op={reply.get('op')!r}: allowed are 'ready' and 'cancel'")
-                    allowed += 1
-                channel.send(lane, content)
+                channel.send(lane, copies.pack(lane, message, blocks, job.deadline))
         for lane in range(channel.lanes):
             channel.wait(lane, job.deadline)
         return True

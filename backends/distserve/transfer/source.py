@@ -13,6 +13,7 @@ from distserve.core.shapes import Shape, head_range, layer_range
 from distserve.transfer.control import require_secret
 from distserve.transfer.handle import Layout, join_address
 from distserve.transfer.leases import LeaseTable
+from distserve.transfer.memory import host_id
 from distserve.transfer.packing import Packer, Pages
 from distserve.transfer.sender import Sender, SenderConfig
 
@@ -38,8 +39,8 @@ class KVSource:
 
     `cache`: the rank's pages; `shape`, `rank`: of this instance; `layout`: how its KV lies; `epoch`: of this
     engine start. `host` other than loopback needs a `secret`; `advertise` is the name that handles carry
-    (default `host`). `backend`: "gloo" or "nccl". `staging_bytes` bounds one of a pair's two buffers,
-    `timeout_s` one transfer.
+    (default `host`). `backend`: "gloo" or "nccl"; with `shared_memory` Gloo is left aside between processes
+    of one host. `staging_bytes` bounds one of a pair's two buffers, `timeout_s` one transfer.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class KVSource:
         advertise: str | None = None,
         secret: bytes | None = None,
         backend: str = "gloo",
+        shared_memory: bool = True,
         staging_bytes: int = STAGING_BYTES,
         timeout_s: float = 10.0,
     ) -> None:
@@ -65,8 +67,10 @@ class KVSource:
             raise ValueError(f"host={host!r}: listens everywhere, so `advertise` must say what to call it by")
         packer = Packer(cache, *first_layer_and_head(layout, shape, rank))
         units = staging_units(packer, layout, staging_bytes)
+        require_backend(backend, packer)
+        host_name = host_id() if shared_memory and backend == "gloo" else ""
         self._config = SenderConfig(
-            packer, leases, shape, rank, layout, instance, epoch, secret, backend, units, timeout_s
+            packer, leases, shape, rank, layout, instance, epoch, secret, backend, host_name, units, timeout_s
         )
         self._lock = threading.Lock()
         self._stats = SourceStats()
@@ -146,3 +150,11 @@ def staging_units(packer: Packer, layout: Layout, staging_bytes: int) -> int:
     heads.
     """
     return max(staging_bytes // (packer.unit * packer.dtype.itemsize), layout.kv_heads)
+
+
+def require_backend(backend: str, packer: Packer) -> None:
+    """Raises `ValueError` for a back end that does not exist or cannot reach the pages."""
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend={backend!r}: allowed are 'gloo' and 'nccl'")
+    if backend == "nccl" and packer.device.type != "cuda":
+        raise ValueError(f"backend='nccl': the pages are on {packer.device}; allowed are CUDA devices")
