@@ -215,5 +215,7 @@ def test_pool_sizes(sizes: dict[str, int], blocks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [{"num_blocks": 101}, {"kv_bytes": 99}, {"kv_bytes": 20_000}])
 def test_pools_that_do_not_fit(sizes: dict[str, int], tmp_path: Path) -> None:
     values = {"instance": "i", "role": "decode", "model": str(tmp_path), **sizes}
-    with pytest.raises(ConfigError, match=r"num_blocks=101: needs|kv_bytes=99: not one|kv_bytes=20000: needs"):
+    with pytest.raises(
+        ConfigError, match=r"num_blocks=101: needs|kv_bytes=99: not one|kv_bytes=20000: needs"
+    ):
         pool_blocks(EngineConfig.load(values), 100, 64, torch.device("cpu"), free=10_000)

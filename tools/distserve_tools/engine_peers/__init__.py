@@ -1,0 +1,1 @@
+"""What `distserve bench engine` runs: one engine per process, timed step by step."""
