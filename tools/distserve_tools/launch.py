@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from distserve_planner.placement_check import ORCHESTRATOR
 from distserve_tools import die_with_parent, server_log
+from distserve_tools.client import Client, RequestError
+from distserve_tools.model_control import ModelControlError, model_state
 from distserve_tools.processes import (
     ProcessId,
     descendants,
@@ -31,6 +34,7 @@ from distserve_tools.server_files import Installation, find_installation, server
 _SHM = Path("/dev/shm")
 _PORT_TRIES = 3
 _SIGN_OF_LIFE_S = 10.0
+_CONTROL_S = 5.0
 
 Progress = Callable[[Mapping[str, str]], None]
 """Called with the state of each model ("loading", "ready") whenever one changes, and every ten seconds."""
@@ -155,6 +159,7 @@ class TritonServer:
             return None
         self._seen |= descendants(process.pid) | session_members(process.pid)
         if process.poll() is None:
+            self._drain()
             process.send_signal(signal.SIGTERM)
         try:
             process.wait(self._options.drain_timeout_s + 10.0)
@@ -167,6 +172,19 @@ class TritonServer:
             shutil.rmtree(self._own_log, ignore_errors=True)
             self._own_log = None
         return process.returncode
+
+    def _drain(self) -> None:
+        """Has the orchestrator end its requests and part from its instances.
+
+        Triton's own shutdown unloads all models at once, the instances below running requests included.
+        """
+        drain_s = self._options.drain_timeout_s
+        try:
+            if model_state(self.http_url, ORCHESTRATOR, _CONTROL_S) == "READY":
+                with Client(self.grpc_url) as client:
+                    client.control("stop", timeout_s=drain_s + _CONTROL_S, drain_s=drain_s)
+        except (ModelControlError, RequestError):
+            pass  # dead or hung: then it can only be ended
 
     def _end_stragglers(self, session: int) -> None:
         """Engines and stubs end by themselves when the server is gone; a hung one is killed."""

@@ -6,27 +6,20 @@ changed. So the model is loaded again with a parameter that counts restarts.
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distserve_tools.launch import TritonServer
+from distserve_tools.model_control import model_state, reload_model
 from distserve_tools.processes import ProcessId, descendants
 
-RESTARTS_PARAMETER = "restarts"
 _STUB = "triton_python_backend_stub"
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _STABLE_S = 120.0
-
-
-class ModelControlError(RuntimeError):
-    """Triton refused to load a model, or did not answer in time."""
 
 
 @dataclass
@@ -97,7 +90,7 @@ class Supervisor:
         watched.pause_s = _FIRST_PAUSE_S if stable else min(2 * watched.pause_s, _LONGEST_PAUSE_S)
         watched.not_before_s = now + watched.pause_s
         try:
-            if not model_is_ready(self._server.http_url, name, self._load_timeout_s):
+            if model_state(self._server.http_url, name, self._load_timeout_s) != "READY":
                 del self._watched[name]  # unloaded on purpose
                 return False
             self._on_event(f"{name}: its stub process died; loading the model again")
@@ -127,33 +120,3 @@ def stubs_by_model(server_pid: int) -> dict[str, set[ProcessId]]:
             if process.alive():
                 found.setdefault(model, set()).add(process)
     return found
-
-
-def model_is_ready(http_url: str, name: str, timeout_s: float) -> bool:
-    """Whether Triton holds the model loaded; it says so of one with a dead stub, too."""
-    index = _call(http_url, "POST", "/v2/repository/index", {}, timeout_s)
-    return any(entry.get("name") == name and entry.get("state") == "READY" for entry in index)
-
-
-def reload_model(http_url: str, name: str, restarts: int, timeout_s: float) -> None:
-    """Loads a model again, fully. Raises `ModelControlError`."""
-    config = _call(http_url, "GET", f"/v2/models/{name}/config", None, timeout_s)
-    parameters = config.setdefault("parameters", {})
-    parameters[RESTARTS_PARAMETER] = {"string_value": str(restarts)}
-    body = {"parameters": {"config": json.dumps(config)}}
-    _call(http_url, "POST", f"/v2/repository/models/{name}/load", body, timeout_s)
-
-
-def _call(url: str, method: str, path: str, body: Any, timeout_s: float) -> Any:
-    connection = http.client.HTTPConnection(url, timeout=timeout_s)
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        text = response.read().decode()
-    except (OSError, http.client.HTTPException) as error:
-        raise ModelControlError(f"{method} {path}: {error}") from None
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise ModelControlError(f"{method} {path}: {response.status} {text.strip()}")
-    return json.loads(text) if text else {}

@@ -19,6 +19,7 @@ from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, ServingError
 
 _MESSAGE, _REPLY = STAGE_INPUTS[0].name, STAGE_OUTPUTS[0].name
 MAX_THREADS = 16
+_CLOSE_S = 3.0
 
 
 class BlsClient:
@@ -54,9 +55,13 @@ class BlsClient:
             raise ServingError("DEADLINE_EXCEEDED", f"no reply within {deadline_s:g} s") from None
 
     async def close(self) -> None:
+        """Takes no more calls, and waits a little for those in progress: a poll ends with its heartbeat."""
         self._closed = True
         for _ in range(self._threads):
             self._jobs.put(None)
+        end = self._loop.time() + _CLOSE_S
+        while self._busy and self._loop.time() < end:
+            await asyncio.sleep(0.01)
 
     def _start_thread(self) -> None:
         if self._threads == MAX_THREADS:

@@ -3,7 +3,10 @@
 ``{"op": "status"}``; ``{"op": "attach", "instance": {"name", "role", "address"?}, "wait_s"?}``, which
 also takes a draining instance back; ``{"op": "drain", "instance": name, "remove"?: bool}``: no new
 requests go there, what is there ends in peace, and ``status`` says when it is ``drained``. With
-``remove`` a drained instance is forgotten.
+``remove`` a drained instance is forgotten. ``{"op": "stop", "drain_s"?}``: no request is taken any more,
+those that are here end for up to ``drain_s``, the rest fails, and no instance is called again; the answer
+comes then. The launcher does this before it ends the server, since Triton would unload the instances below
+running requests, and may crash when it unloads this model while a call to an instance is on its way.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from distserve.serving.params import invalid
 from distserve.serving.schema import ServingError
 
 MAX_WAIT_S = 60.0
+MAX_DRAIN_S = 3600.0
 
 
 async def run_control(orchestrator: Orchestrator, text: str) -> str:
@@ -107,9 +111,18 @@ async def _drain(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[st
     return {"instance": link.name, "drained": link.idle, "removed": remove}
 
 
+async def _stop(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str, Any]:
+    drain_s = call.get("drain_s", orchestrator.config.drain_s)
+    if isinstance(drain_s, bool) or not isinstance(drain_s, (int, float)) or not 0 <= drain_s <= MAX_DRAIN_S:
+        raise invalid("control.drain_s", drain_s, f"must be a number in [0, {MAX_DRAIN_S:g}]")
+    await orchestrator.stop(float(drain_s))
+    return {"stopped": True}
+
+
 _Run = Callable[[Orchestrator, Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 _OPERATIONS: Mapping[str, tuple[tuple[str, ...], _Run]] = {
     "status": ((), _status),
     "attach": (("instance", "wait_s"), _attach),
     "drain": (("instance", "remove"), _drain),
+    "stop": (("drain_s",), _stop),
 }

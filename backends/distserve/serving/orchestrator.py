@@ -73,10 +73,12 @@ class Orchestrator:
             self.add_link(spec)
         self._ticker = asyncio.create_task(self._run_ticks())
 
-    async def stop(self) -> None:
-        """Refuse new requests, let running ones end for up to ``drain_s``, fail the rest, part from all."""
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Refuse new requests, let running ones end for up to ``drain_s`` (default: the configuration's),
+        fail the rest, part from all. A second call finds nothing left to do.
+        """
         self.stopping = True
-        end = self._clock() + self.config.drain_s
+        end = self._clock() + (self.config.drain_s if drain_s is None else drain_s)
         while self.sessions and self._clock() < end:
             await asyncio.sleep(0.02)
         for session in list(self.sessions.values()):
