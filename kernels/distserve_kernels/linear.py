@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from distserve_kernels import compiled, memory
-from distserve_kernels.cpu import bind
+from distserve_kernels.cpu import SUFFIX, bind
 
 PACK_ROWS_HINT = 32  # oneDNN picks its blocking for this many rows; it serves every other count well
 PANEL = 32  # outputs per panel of the C kernel's layout
@@ -97,32 +98,36 @@ class _OneDnnProduct:
 class _CProduct:
     """Panels of 32 outputs in huge pages, for csrc/gemm.c."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> None:
+    def __init__(
+        self, kernels: _Kernels, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int
+    ) -> None:
         self._packed, self._outputs, self._inputs = packed, outputs, inputs
-        self._weights = packed.data_ptr()
+        self._weights, self._dtype = packed.data_ptr(), packed.dtype
         self._bias = None if bias is None else bias.contiguous()
         self._bias_address = None if self._bias is None else self._bias.data_ptr()
-        self._gemm = _kernels()[1]  # type: ignore[index]
+        self._multiply = kernels.multiply
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> _CProduct | None:
-        kernels = _kernels() if weight.is_cpu and weight.dtype == torch.float32 else None
+        """None where the C kernel is absent or not at home on this CPU."""
+        kernels = _kernels(weight.dtype) if weight.is_cpu else None
         if kernels is None:
             return None
         outputs, inputs = weight.shape
-        weight = weight.contiguous()
-        packed = memory.zeros((-(-outputs // PANEL), inputs, PANEL), torch.float32)
-        kernels[0](weight.data_ptr(), packed.data_ptr(), outputs, inputs)
-        return cls(packed, bias, outputs, inputs)
+        depth = 4 // weight.dtype.itemsize  # inputs that lie together
+        shape = (-(-outputs // PANEL), -(-inputs // depth), PANEL, depth)
+        weight, packed = weight.contiguous(), memory.zeros(shape, weight.dtype)
+        kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
+        return cls(kernels, packed, bias, outputs, inputs)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() != 2 or x.stride(1) != 1:
             return self(x.reshape(-1, self._inputs).contiguous()).view(*x.shape[:-1], self._outputs)
         rows = x.shape[0]
-        if x.dtype != torch.float32 or x.shape[1] != self._inputs:
-            raise ValueError(f"x {list(x.shape)} {x.dtype}: must be float32 [rows, {self._inputs}]")
-        out = torch.empty((rows, self._outputs))
-        self._gemm(
+        if x.dtype != self._dtype or x.shape[1] != self._inputs:
+            raise ValueError(f"x {list(x.shape)} {x.dtype}: must be {self._dtype} [rows, {self._inputs}]")
+        out = torch.empty((rows, self._outputs), dtype=self._dtype)
+        failed = self._multiply(
             x.data_ptr(),
             x.stride(0),
             self._weights,
@@ -133,15 +138,24 @@ class _CProduct:
             self._inputs,
             torch.get_num_threads(),
         )
+        if failed:
+            raise MemoryError(f"no memory for the scratch rows of a product of {rows} rows")
         return out
 
 
-@lru_cache(maxsize=1)
-def _kernels() -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """(pack, multiply), or None where the C kernel is absent or not at home on this CPU."""
-    library = compiled.library()
-    if library is None or not library.gemm_is_native():
+@dataclass(frozen=True)
+class _Kernels:
+    pack: Callable[..., None]
+    multiply: Callable[..., int]
+
+
+@lru_cache(maxsize=4)
+def _kernels(dtype: torch.dtype) -> _Kernels | None:
+    library, suffix = compiled.library(), SUFFIX.get(dtype)
+    if library is None or suffix is None or not library[f"gemm_native_{suffix}"]():
         return None
-    pack = bind(library, "gemm_pack_float", (_POINTER, _POINTER, _LONG, _LONG))
-    shape = (_INT, _LONG, _LONG, _INT)
-    return pack, bind(library, "gemm_float", (_POINTER, _LONG, *[_POINTER] * 3, *shape))
+    pack = bind(library, f"gemm_pack_{suffix}", (_POINTER, _POINTER, _LONG, _LONG))
+    multiply = library[f"gemm_{suffix}"]
+    multiply.argtypes = (_POINTER, _LONG, *[_POINTER] * 3, _INT, _LONG, _LONG, _INT)
+    multiply.restype = _INT
+    return _Kernels(pack, multiply)

@@ -126,7 +126,7 @@ class Transformers:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec["dtype"]]
         load = transformers.AutoModelForCausalLM.from_pretrained
         self._model: Any = load(spec["model"], dtype=dtype, attn_implementation="sdpa")
-        self._model.eval()
+        self._model.train(False)
         torch.set_grad_enabled(False)
         self._cache: Any = None
         self._ids: Any = None
