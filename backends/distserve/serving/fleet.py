@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distserve.serving.link import InstanceLink
+from distserve.serving.schema import LOAD_KEYS
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Fleet:
             "restarts": link.restarts,
             "requests": len(link.targets),
             "leases_held": len(link.leases),
-            **link.load.reported,
+            **{key: link.load.reported.get(key) for key in LOAD_KEYS},  # null: not told since its start
         }
 
     def _same_model(self, link: InstanceLink) -> bool:
