@@ -24,13 +24,17 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def forward(self, inputs: Tensor, positions: Tensor, attn: AttentionContext) -> Tensor:
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attn: AttentionContext, rows: Tensor | None = None
+    ) -> Tensor:
         """Runs this stage's layers on a batch of tokens, of any sequences, one row each.
 
         `inputs`: token ids int64 [T] on the first stage, else the previous stage's hidden states [T,
         hidden_size], which are **overwritten**. `positions` int64 [T]: index of each token in its sequence,
         below `max_context`. Returns hidden states [T, hidden_size] (before the final norm) for `logits` or
-        for the next stage.
+        for the next stage; with `rows` (int64 [N], the last stage only) those of these rows, [N,
+        hidden_size]: the last layer stores the KV of all tokens but computes no more than that, which saves
+        a prompt most of one layer.
         """
         ...
 

@@ -87,18 +87,20 @@ class Block:
         self._attention_norm = LayerNorm(build, f"{module}.{names.attention_norm}", size, eps)
         self._mlp_norm = LayerNorm(build, f"{module}.{names.mlp_norm}", size, eps)
 
-    def __call__(self, x: Tensor, attn: AttentionContext) -> Tensor:
-        """x [T, hidden_size], overwritten; returns the block's output."""
+    def __call__(self, x: Tensor, attn: AttentionContext, rows: Tensor | None) -> Tensor:
+        """x [T, hidden_size], overwritten; returns the block's output, of `rows` only if that is given."""
+        attended = self._attend(self._attention_norm(x) if self._norm_first else x, attn, rows)
+        x = (x if rows is None else x[rows]).add_(attended)
         if self._norm_first:
-            x.add_(self._attend(self._attention_norm(x), attn))
             return x.add_(self._mlp(self._mlp_norm(x)))
-        x = self._attention_norm(x.add_(self._attend(x, attn)))
+        x = self._attention_norm(x)
         return self._mlp_norm(x.add_(self._mlp(x)))
 
-    def _attend(self, x: Tensor, attn: AttentionContext) -> Tensor:
+    def _attend(self, x: Tensor, attn: AttentionContext, rows: Tensor | None) -> Tensor:
         tokens, heads = x.shape[0], self._heads
         q, k, v = self._qkv(x).view(tokens, heads.total, heads.head_dim).split_with_sizes(heads.sizes, dim=1)
-        return self._out(attn.run(self._index, q, k, v, self._scale, None).view(tokens, -1))
+        attended = attn.run(self._index, q, k, v, self._scale, None).view(tokens, -1)
+        return self._out(attended if rows is None else attended[rows])
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self._down(self._activation(self._up(x)))
@@ -162,7 +164,9 @@ class LearnedPositionModel:
             self._head = ParallelLMHead(build, head, config.vocab_size, width, shared)
 
     @torch.inference_mode()
-    def forward(self, inputs: Tensor, positions: Tensor, attn: AttentionContext) -> Tensor:
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attn: AttentionContext, rows: Tensor | None = None
+    ) -> Tensor:
         """See `Model.forward`."""
         x = inputs
         if self._embed is not None:
@@ -170,8 +174,9 @@ class LearnedPositionModel:
             if self._project_in is not None:
                 x = self._project_in(x)
             x = x.add_(functional.embedding(positions + self._offset, self._positions))
+        last = self._blocks[-1]
         for block in self._blocks:
-            x = block(x, attn)
+            x = block(x, attn, rows if block is last else None)
         return x
 
     @torch.inference_mode()

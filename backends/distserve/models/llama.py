@@ -39,14 +39,17 @@ class LlamaAttention:
             self._q_norm = build.tensor(f"{module}.q_norm.weight", (config.head_dim,))
             self._k_norm = build.tensor(f"{module}.k_norm.weight", (config.head_dim,))
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attn: AttentionContext) -> Tensor:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attn: AttentionContext, rows: Tensor | None
+    ) -> Tensor:
         tokens, heads = x.shape[0], self._heads
         q, k, v = self._qkv(x).view(tokens, heads.total, heads.head_dim).split_with_sizes(heads.sizes, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = ops.rms_norm(q, self._q_norm, self._eps), ops.rms_norm(k, self._k_norm, self._eps)
         ops.rotary(q, k, cos, sin)
         attended = attn.run(self._index, q, k, v, self._scale, self._window)
-        return self._out(attended.view(tokens, -1))
+        attended = attended.view(tokens, -1)
+        return self._out(attended if rows is None else attended[rows])
 
 
 class LlamaMLP:
@@ -77,16 +80,28 @@ class LlamaLayer:
         self._mlp = LlamaMLP(build, config, f"{module}.mlp")
 
     def __call__(
-        self, delta: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, attn: AttentionContext
-    ) -> Tensor:
-        """Adds `delta`, the previous layer's output, to `residual`; returns its own, not yet added."""
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attn: AttentionContext,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds `delta`, the previous layer's output, to `residual`; returns its own, not yet added, and the
+        residual.
+
+        Both have `rows` only, if that is given.
+        """
         if delta is None:
             x = ops.rms_norm(residual, self._attention_norm, self._eps)
         else:
             x, _ = ops.add_rms_norm(delta, residual, self._attention_norm, self._eps)
-        delta = self._attention(x, cos, sin, attn)
+        delta = self._attention(x, cos, sin, attn, rows)
+        if rows is not None:
+            residual = residual[rows]
         x, _ = ops.add_rms_norm(delta, residual, self._mlp_norm, self._eps)
-        return self._mlp(x)
+        return self._mlp(x), residual
 
 
 class LlamaModel:
@@ -116,13 +131,16 @@ class LlamaModel:
             self._head = ParallelLMHead(build, table_name if tied else "lm_head.weight", vocab, size, shared)
 
     @torch.inference_mode()
-    def forward(self, inputs: Tensor, positions: Tensor, attn: AttentionContext) -> Tensor:
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attn: AttentionContext, rows: Tensor | None = None
+    ) -> Tensor:
         """See `Model.forward`."""
         residual = inputs if self._embed is None else self._embed(inputs)
         cos, sin = self._rotary(positions)
         delta: Tensor | None = None
+        last = self._blocks[-1]
         for block in self._blocks:
-            delta = block(delta, residual, cos, sin, attn)
+            delta, residual = block(delta, residual, cos, sin, attn, rows if block is last else None)
         assert delta is not None
         return residual.add_(delta)
 

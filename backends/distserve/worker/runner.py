@@ -190,24 +190,18 @@ class ModelRunner:
         if any(len(item.tokens) > 1 for item in items):
             order = sorted(range(len(items)), key=lambda i: len(items[i].tokens) > 1)
             items = [items[i] for i in order]
+        chosen = [i for i, item in enumerate(items) if item.sample]
+        rows = None
+        if len(chosen) < len(items) or order is not None:
+            last = np.cumsum([len(item.tokens) for item in items]) - 1
+            if order is not None:
+                chosen.sort(key=order.__getitem__)
+            rows = torch.from_numpy(last[chosen]).to(self.device)
         ids, positions, slots, decode, prefill = self._tensors.build(items)
         attention = PagedAttention(self._backend, self.kv_cache, slots, decode, prefill)
-        hidden = self._model.forward(ids, positions, attention)
-        return self._choose(hidden, items, order, prefill is None)
-
-    def _choose(
-        self, hidden: Tensor, items: Sequence[StepItem], order: list[int] | None, single_rows: bool
-    ) -> StepOutput:
-        """Samples from the last row of each item that asks for it, in the caller's order."""
-        last = np.cumsum([len(item.tokens) for item in items]) - 1
-        chosen = [i for i, item in enumerate(items) if item.sample]
+        hidden = self._model.forward(ids, positions, attention, rows)
         if not chosen:
             return StepOutput([], [])
-        if order is not None:
-            chosen.sort(key=order.__getitem__)
-        if order is not None or len(chosen) < len(items) or not single_rows:
-            hidden = hidden[torch.from_numpy(last[chosen])]
         keys = [items[i].key for i in chosen]
         places = [items[i].start + len(items[i].tokens) for i in chosen]
-        tokens, logprobs = self._sampler.sample(self._model.logits(hidden), keys, places)
-        return StepOutput(tokens, logprobs)
+        return StepOutput(*self._sampler.sample(self._model.logits(hidden), keys, places))
