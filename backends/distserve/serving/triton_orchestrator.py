@@ -46,6 +46,7 @@ _SWITCH_INTERVAL_S = (
     0.001  # the event loop shares the GIL with the lanes; the default of 5 ms is felt per token
 )
 _START_S = 30.0
+_WATCH_SHARE = 4.0  # pause per time spent asking: the watch takes at most a fifth of a core
 
 
 class TritonPythonModel:
@@ -178,12 +179,15 @@ class TritonPythonModel:
 
     def _watch_cancellations(self) -> None:
         """Asks for every live request whether its client has gone: a round trip each, so not often."""
-        while not self._ending.wait(self._config.cancel_check_s):
+        pause_s = self._config.cancel_check_s
+        while not self._ending.wait(pause_s):
+            began_s = time.monotonic()
             for stream in list(self._streams):
                 session = stream.session
                 if session is not None and session.state != "done" and stream.cancelled():
                     assert self._orchestrator is not None
                     self._loop.call_soon_threadsafe(self._orchestrator.cancel, session)
+            pause_s = max(self._config.cancel_check_s, _WATCH_SHARE * (time.monotonic() - began_s))
 
 
 def _connect(spec: InstanceSpec) -> InstanceClient:
