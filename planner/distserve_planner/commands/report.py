@@ -1,0 +1,150 @@
+"""Searches one case and writes a page with the paper's figures for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from distserve.core.parsing import ConfigError
+from distserve_planner.placement_file import read_placement
+from distserve_planner.report.arguments import add_case_arguments, parse_shape, placed_deployment, problem_of
+from distserve_planner.report.build import build, write
+from distserve_planner.report.document import document
+from distserve_planner.report.effort import Effort
+from distserve_planner.report.style import require_matplotlib
+from distserve_planner.report.systems import Case, systems
+from distserve_planner.search.assignment import assign
+from distserve_planner.search.deployment import Deployment
+from distserve_planner.search.problem import Problem
+from distserve_planner.search.result import Objective
+from distserve_planner.search.search import search
+
+EXAMPLES = """\
+examples:
+  planner report --model opt-13b --device a100-80g --devices-per-node 4 --workload sharegpt \\
+      --ttft 0.25 --tpot 0.1 --quick -o report          a first look
+  planner report --model opt-66b --device a100-80g --nodes 4 --workload sharegpt --ttft 2.5 --tpot 0.15 \\
+      --baseline a100-80g-vllm -o report                 against vLLM's own times
+  planner report --model cache:smollm2-135m-instruct --device profile.yaml --devices-per-node 4 \\
+      --workload mine.yaml --ttft 1 --tpot 0.1 --placement placement.yaml -o report
+  planner report ... --json > report.json                the numbers behind every figure
+
+writes OUTPUT/report.html, which needs nothing else, and OUTPUT/figures/*.png
+"""
+
+Tell = Callable[[str, int, int], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `planner report`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    add_case_arguments(parser)
+    parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (%(default)s)")
+    parser.add_argument(
+        "--objective",
+        choices=("per-device", "cluster", "least-devices"),
+        default="per-device",
+        help="%(default)s",
+    )
+    parser.add_argument("--rate", type=float, metavar="RPS", help="target rate, for least-devices")
+    parser.add_argument(
+        "--placement", type=Path, metavar="FILE", help="draw this placement beside the others"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer requests and points; numbers within some %%"
+    )
+    parser.add_argument("--search-time", action="store_true", help="also measure the search itself (slow)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the report; returns the exit code. Raises `ConfigError`."""
+    require_matplotlib()
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs={args.jobs}: must be at least 1")
+    began = time.monotonic()
+    effort = Effort.quick() if args.quick else Effort.full()
+    jobs = args.jobs or os.cpu_count() or 1
+    problem, workload = problem_of(args, effort)
+    own = _given(args.placement, problem)
+    usual = parse_shape(args.vllm_shape, "--vllm-shape") if args.vllm_shape else None
+    console = Console(stderr=True)
+    with _bars(console) as tell:
+        result = search(
+            problem, Objective(args.objective, args.rate), jobs, lambda s, d, n: tell(f"search: {s}", d, n)
+        )
+        case = Case(problem, result, systems(problem, result, own, usual), workload, jobs)
+        report = build(case, effort, jobs if args.search_time else None, tell)
+        path = write(report, args.output, _footer(args, effort), tell)
+    if args.json:
+        sys.stdout.write(
+            json.dumps(document(case, report.sections, effort.name), indent=1, allow_nan=False) + "\n"
+        )
+    pictures = sum(len(section.panels) for section in report.sections)
+    console.print(
+        f"best: {result.winner.deployment}, {result.winner.figure}", highlight=False, soft_wrap=True
+    )
+    console.print(
+        f"wrote {path} and {pictures} pictures in {time.monotonic() - began:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _given(path: Path | None, problem: Problem) -> Deployment | None:
+    if path is None:
+        return None
+    own = placed_deployment(read_placement(path).placement, str(path))
+    if assign(own, problem.cluster) is None:
+        raise ConfigError(
+            f"{path}: {own} needs {own.devices} devices, the cluster has {problem.cluster.num_devices} in "
+            f"{problem.cluster.num_nodes} nodes; give a larger cluster (--nodes, --devices-per-node, "
+            "--cluster)"
+        )
+    for role, group in own.groups:
+        if not problem.kv_tokens(group.shape):
+            raise ConfigError(
+                f"{path}: {role} instances of tp={group.shape.tp}, pp={group.shape.pp} leave no memory for "
+                "KV; use more devices for each"
+            )
+    return own
+
+
+def _footer(args: argparse.Namespace, effort: Effort) -> str:
+    shown = {
+        k: v for k, v in sorted(vars(args).items()) if v not in (None, False) and k not in ("output", "json")
+    }
+    options = " ".join(
+        f"--{k.replace('_', '-')}" if v is True else f"--{k.replace('_', '-')} {v}" for k, v in shown.items()
+    )
+    return (
+        f"Written by planner report {options} ({effort.name}: {effort.curve_requests} requests per point of "
+        "a curve). The paper is DistServe, OSDI'24 (arXiv 2401.09670)."
+    )
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Tell]:
+    """A bar for each stage, on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield tell
