@@ -24,12 +24,13 @@ from model_zoo import Zoo, prompt
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("distserve_")}
+def shared_memory(launcher: int) -> set[str]:
+    """Regions of the servers that a process launched."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"distserve_{launcher}_")}
 
 
 def test_streams_in_flight_end_and_nothing_stays(zoo: Zoo, tmp_path: Path) -> None:
-    before = shared_memory()
+    before = shared_memory(os.getpid())
     with deployed(tmp_path, zoo("llama")) as running, ThreadPoolExecutor(8) as pool:
         ids = [prompt(20, seed=i) for i in range(8)]
         answers = [pool.submit(running.client.complete, one, max_tokens=150, **GREEDY) for one in ids]
@@ -38,14 +39,14 @@ def test_streams_in_flight_end_and_nothing_stays(zoo: Zoo, tmp_path: Path) -> No
             time.sleep(0.01)
         processes = session_members(running.server.pid)
         assert len(processes) >= 6  # the server, three stubs, two engines
-        assert shared_memory() - before
+        assert shared_memory(os.getpid()) - before
         assert running.server.stop() == 0
         for one, answer in zip(ids, answers, strict=True):
             tokens = answer.result(timeout=10).token_ids
             assert len(tokens) == 150
             assert greedy_mismatches(running.model, one, tokens) == []
     assert wait_gone(processes, 0.0) == set()
-    assert shared_memory() <= before
+    assert shared_memory(os.getpid()) <= before
 
 
 def test_a_dead_stub_is_brought_back(zoo: Zoo, tmp_path: Path) -> None:
@@ -85,7 +86,6 @@ def wait_for_text(process: subprocess.Popen[str], wanted: str) -> str:
 
 
 def test_serve_prints_lines_that_work_and_ends_on_sigterm(zoo: Zoo, tmp_path: Path) -> None:
-    before = shared_memory()
     repository = write_repository(tmp_path / "repository", zoo("llama"))
     with subprocess.Popen(
         serve_command(repository, tmp_path / "log"), stdout=subprocess.PIPE, text=True
@@ -109,11 +109,10 @@ def test_serve_prints_lines_that_work_and_ends_on_sigterm(zoo: Zoo, tmp_path: Pa
         finally:
             process.kill()
     assert wait_gone(members, 5.0) == set()
-    assert shared_memory() <= before
+    assert shared_memory(process.pid) == set()
 
 
 def test_a_killed_launcher_takes_its_server_along(zoo: Zoo, tmp_path: Path) -> None:
-    before = shared_memory()
     repository = write_repository(tmp_path / "repository", zoo("llama"))
     with subprocess.Popen(
         serve_command(repository, tmp_path / "log"), stdout=subprocess.PIPE, text=True
@@ -123,7 +122,7 @@ def test_a_killed_launcher_takes_its_server_along(zoo: Zoo, tmp_path: Path) -> N
         members = session_members(server.pid)
         process.kill()
     assert wait_gone(members, 30.0) == set()
-    assert shared_memory() <= before
+    assert shared_memory(process.pid) == set()
 
 
 def test_status_wants_an_address_when_it_cannot_know(monkeypatch: pytest.MonkeyPatch) -> None:
