@@ -1,8 +1,8 @@
 """Packs blocks of KV pages into one contiguous buffer for a transfer, and unpacks them.
 
-A buffer holds, for each of several page tensors (K and V of some layers), the given blocks with a range of heads:
-[tensors, blocks, <one block of the tensor, its heads cut to the range>]. On CUDA one launch for all of it; elsewhere
-torch.
+A buffer holds, for each of several page tensors (K and V of some layers), the given blocks with a range of
+heads: [tensors, blocks, <one block of the tensor, its heads cut to the range>]. On CUDA one launch for all
+of it; elsewhere torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class PageSet:
             for field in ("shape", "dtype", "device"):
                 found, expected = getattr(tensor, field), getattr(first, field)
                 if found != expected:
-                    raise ValueError(f"page tensor {number}: {field} {found} must be {expected}, as of the first")
+                    raise ValueError(
+                        f"page tensor {number}: {field} {found} must be {expected}, as of the first"
+                    )
         bytes_away = [t.data_ptr() - first.data_ptr() for t in tensors]
         size = first.element_size()
         if first.is_cuda and any(distance % (16 * size) for distance in bytes_away):

@@ -14,7 +14,7 @@ from distserve_kernels.triton_lang.decode import head_blocks, paged_decode
 from distserve_kernels.triton_lang.prefill import paged_prefill
 from distserve_kernels.triton_lang.rows import rotary_store
 from distserve_kernels.triton_lang.splits import count_splits
-from distserve_kernels.triton_lang.tiles import Case, Chip, MeasuredTiles, Tile, TileTable, cache_folder, padded
+from distserve_kernels.triton_lang.tiles import Case, Chip, MeasuredTiles, Tile, TileTable, cache_folder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_SM = 80  # asynchronous copies, bf16 and tf32 products
@@ -28,8 +28,8 @@ def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int, block_s
         return f"{dtype} is not float32, bfloat16 or float16"
     if head_dim % 16:
         return f"head_dim {head_dim} is no multiple of 16"
-    most = max(TileTable.shipped().head_dims)
-    if padded(head_dim) > most:
+    most = TileTable.shipped().largest_head_dim
+    if head_dim > most:
         return f"head_dim {head_dim} is above {most}"
     sm = Chip.of(device).sm
     if sm < LEAST_SM:
@@ -43,8 +43,10 @@ def make(device: torch.device) -> TritonBackend:
 
 
 class TritonBackend:
-    """`AttentionBackend` over pages in the layout `TOKENS`. Tiles come from the table, or from a measurement if
-    there is one on disk (`tuning` makes them; nothing is measured while serving).
+    """`AttentionBackend` over pages in the layout `TOKENS`.
+
+    Tiles come from the table, or from a measurement if there is one on disk (`tuning` makes
+    them; nothing is measured while serving).
     """
 
     name = "triton"

@@ -7,22 +7,24 @@ from torch import Tensor
 
 from distserve_kernels.triton_lang.kernels.decode import decode_reduce, decode_split
 from distserve_kernels.triton_lang.launch import (
+    FUSED,
     LOG2_E,
     NO_WINDOW,
     ceil_div,
     next_power_of_2,
     operand_dtype,
     packed_rows,
+    padded,
 )
 from distserve_kernels.triton_lang.splits import MIN_SPLIT
-from distserve_kernels.triton_lang.tiles import Tile, padded
+from distserve_kernels.triton_lang.tiles import Tile
 
 MOST_ROWS = 64  # query heads of one KV head that a program takes
 REDUCE_SPLITS = 16  # partial results that the reduction reads at a time
 
 
 def head_rows(group: int) -> int:
-    """Rows of a program's tile for `group` query heads per KV head; 16 is the least that a tensor core takes."""
+    """Rows of a program's tile for `group` query heads per KV head; a tensor core takes at least 16."""
     return min(max(16, next_power_of_2(group)), MOST_ROWS)
 
 
@@ -84,6 +86,7 @@ def paged_decode(
         BLOCK_N=tile.n,
         BLOCK_D=padded(dim),
         num_warps=tile.warps,
+        **FUSED,
         num_stages=tile.stages,
     )
     if splits > 1:
@@ -100,5 +103,6 @@ def paged_decode(
             BLOCK_D=padded(dim),
             BLOCK_S=REDUCE_SPLITS,
             num_warps=4,
+            **FUSED,
         )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 2**31 - 1  # longer than any context
+# Multiply-add contraction, which newer versions of Triton have off unless told.
+FUSED: Mapping[str, bool] = {"enable_fp_fusion": True}
 
 _LANGUAGE_DTYPE: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
@@ -40,3 +43,8 @@ def ceil_div(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that a tile has for a head of this size; at least 16, the least a product takes."""
+    return max(16, next_power_of_2(head_dim))

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from distserve_kernels.triton_lang.kernels.pages import copy_blocks
 from distserve_kernels.triton_lang.kernels.pages import store as store_kernel
-from distserve_kernels.triton_lang.launch import ceil_div, packed_rows
+from distserve_kernels.triton_lang.launch import FUSED, ceil_div, packed_rows, padded
 from distserve_kernels.triton_lang.rows import heads_per_program
-from distserve_kernels.triton_lang.tiles import padded
 
 COPY_BYTES = 8192  # of a program of `copy_blocks`
 
@@ -35,6 +34,7 @@ def store(k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: T
         BLOCK_H=block,
         BLOCK_D=padded(dim),
         num_warps=4,
+        **FUSED,
     )
 
 
@@ -43,8 +43,8 @@ def copy(
 ) -> None:
     """Blocks of several page tensors to a contiguous buffer (`pack`), or back. See `page_copy`.
 
-    `pages` [num_blocks, block_size, kv_heads, D]: the first tensor; `distances` int64 [m]: elements from it to each of
-    the tensors; `blocks` int64 [n]; `buffer` [m, n, block_size, len(heads), D].
+    `pages` [num_blocks, block_size, kv_heads, D]: the first tensor; `distances` int64 [m]: elements from it
+    to each of the tensors; `blocks` int64 [n]; `buffer` [m, n, block_size, len(heads), D].
     """
     _, page, kv_heads, dim = pages.shape
     count, row = blocks.shape[0], len(heads) * dim
@@ -66,4 +66,5 @@ def copy(
         PACK=pack,
         BLOCK=block,
         num_warps=4,
+        **FUSED,
     )

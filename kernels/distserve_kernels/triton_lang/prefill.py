@@ -7,8 +7,16 @@ from torch import Tensor
 
 from distserve_kernels.backend import PrefillMeta
 from distserve_kernels.triton_lang.kernels.prefill import prefill
-from distserve_kernels.triton_lang.launch import LOG2_E, NO_WINDOW, ceil_div, operand_dtype, packed_rows
-from distserve_kernels.triton_lang.tiles import Tile, padded
+from distserve_kernels.triton_lang.launch import (
+    FUSED,
+    LOG2_E,
+    NO_WINDOW,
+    ceil_div,
+    operand_dtype,
+    packed_rows,
+    padded,
+)
+from distserve_kernels.triton_lang.tiles import Tile
 
 
 def paged_prefill(
@@ -59,6 +67,7 @@ def paged_prefill(
         BLOCK_N=tile.n,
         BLOCK_D=padded(dim),
         num_warps=tile.warps,
+        **FUSED,
         num_stages=tile.stages,
     )
     return out

@@ -11,8 +11,7 @@ from torch import Tensor
 from distserve_kernels.triton_lang.kernels import norms
 from distserve_kernels.triton_lang.kernels.activation import silu_mul as silu_mul_kernel
 from distserve_kernels.triton_lang.kernels.rotary import rotary_store as rotary_kernel
-from distserve_kernels.triton_lang.launch import ceil_div, next_power_of_2, packed_rows
-from distserve_kernels.triton_lang.tiles import padded
+from distserve_kernels.triton_lang.launch import FUSED, ceil_div, next_power_of_2, packed_rows, padded
 
 MOST_COLUMNS = 32768  # of a row that is held in registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +53,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], n), dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(next_power_of_2(n), _TILE)
-        silu_mul_kernel[(x.shape[0], ceil_div(n, block))](x, out, x.stride(0), n, BLOCK_N=block, num_warps=4)
+        grid = (x.shape[0], ceil_div(n, block))
+        silu_mul_kernel[grid](x, out, x.stride(0), n, BLOCK_N=block, num_warps=4, **FUSED)
     return out
 
 
@@ -117,6 +117,7 @@ def _rotate(
         BLOCK_C=next_power_of_2(half),
         BLOCK_D=padded(dim),
         num_warps=4,
+        **FUSED,
     )
 
 
@@ -168,5 +169,6 @@ def _normalise(
         BLOCK_R=block_r,
         BLOCK_N=block_n,
         num_warps=warps,
+        **FUSED,
     )
     return out

@@ -1,4 +1,4 @@
-"""Into how many parts the contexts of a decode step are cut. Pure arithmetic of what the host knows: no look at lengths."""
+"""Into how many parts the contexts of a decode step are cut. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ MOST_SPLITS = 128
 def count_splits(programs: int, multiprocessors: int, max_context: int) -> int:
     """Splits per sequence, at least 1.
 
-    `programs`: programs of one split (sequences x KV heads); `max_context`: tokens that the longest sequence can have
-    (the width of the block tables, so that a captured launch stays right when contexts grow).
+    `programs`: programs of one split (sequences x KV heads); `max_context`: tokens that the longest
+    sequence can have (the width of the block tables, so that a captured launch stays right when contexts
+    grow).
     """
     filling = ceil_div(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, max(1, programs))
     wanted = max(filling, ceil_div(max_context, MAX_SPLIT))

@@ -80,10 +80,10 @@ class Case:
 
 
 class TileTable:
-    """The shipped tiles of every kernel, GPU generation, element size and padded head size."""
+    """The shipped tiles of every kernel, element size, head size and GPU generation."""
 
-    def __init__(self, entries: Mapping[tuple[str, int, int], Mapping[int, tuple[Tile, ...]]]) -> None:
-        self._entries = entries  # (kernel, bytes, padded head_dim) -> sm -> tiles
+    def __init__(self, entries: Mapping[tuple[str, int, int, int], tuple[Tile, ...]]) -> None:
+        self._entries = entries  # (kernel, bytes, largest head_dim, lowest sm) -> tiles
 
     @classmethod
     def shipped(cls) -> TileTable:
@@ -95,25 +95,30 @@ class TileTable:
         """Raises `ValueError` naming what is wrong."""
         if document.get("schema") != TABLE_SCHEMA:
             raise ValueError(f"{where}: schema={document.get('schema')!r} must be {TABLE_SCHEMA!r}")
-        entries: dict[tuple[str, int, int], dict[int, tuple[Tile, ...]]] = {}
+        entries: dict[tuple[str, int, int, int], tuple[Tile, ...]] = {}
         for number, entry in enumerate(document["entries"]):
             tiles = tuple(Tile.parse(tile, f"{where}: entry {number}") for tile in entry["tiles"])
-            case = (entry["kernel"], entry["bytes"], entry["head_dim"])
-            entries.setdefault(case, {})[entry["sm"]] = tiles
+            entries[entry["kernel"], entry["bytes"], entry["head_dim"], entry["sm"]] = tiles
         return cls(entries)
 
     def candidates(self, case: Case, sm: int) -> Sequence[Tile]:
         """The tiles to choose from, the default first. Raises `ValueError` if the table has none."""
-        by_sm = self._entries.get((case.kernel, case.dtype.itemsize, padded(case.head_dim)), {})
-        served = [low for low in by_sm if low <= sm]
-        if not served:
+        fitting = [
+            (-low_sm, head_dim, tiles)
+            for (kernel, size, head_dim, low_sm), tiles in self._entries.items()
+            if kernel == case.kernel
+            and size == case.dtype.itemsize
+            and head_dim >= case.head_dim
+            and low_sm <= sm
+        ]
+        if not fitting:
             raise ValueError(f"no tile for {case.key} on sm_{sm}")
-        return by_sm[max(served)]
+        _, _, tiles = min(fitting, key=lambda entry: entry[:2])
+        return tiles
 
     @property
-    def head_dims(self) -> frozenset[int]:
-        """Padded head sizes that the table has tiles for."""
-        return frozenset(head_dim for _, _, head_dim in self._entries)
+    def largest_head_dim(self) -> int:
+        return max(head_dim for _, _, head_dim, _ in self._entries)
 
 
 class MeasuredTiles:
@@ -151,8 +156,3 @@ def cache_folder() -> Path:
     """Where measurements are kept: `DISTSERVE_CACHE`/kernels, by default in the user's cache folder."""
     root = os.environ.get("DISTSERVE_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "distserve") / "kernels"
-
-
-def padded(head_dim: int) -> int:
-    """The power of two that a kernel's tile has for a head of this size; at least 16, the least a product takes."""
-    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,7 +1,7 @@
 """Measures the tiles of the attention kernels on this GPU and keeps the fastest ones on disk.
 
-Run once per GPU model and model shape, on an idle device (seconds per case). A backend made afterwards, in any process
-of this user, launches with the winners. Serving never measures.
+Run once per GPU model and model shape, on an idle device (seconds per case). A backend made afterwards, in
+any process of this user, launches with the winners. Serving never measures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Shape:
 
 
 def fastest(tiles: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
-    """The tile that takes least; one that does not fit the device is passed over. Raises `RuntimeError` if none fits."""
+    """The tile that takes least; one that does not fit the device is passed over.
+
+    Raises `RuntimeError` if none fits.
+    """
     taken: dict[Tile, float] = {}
     for tile in tiles:
         try:
@@ -64,13 +67,13 @@ def tune(
     """Measures decode and prefill of a shape and stores the winners; returns them by the case's key."""
     chosen: dict[str, Tile] = {}
     for kernel, run in (("decode", _decode), ("prefill", _prefill)):
-        case = Case(
-            kernel, shape.dtype, shape.head_dim, shape.block_size, shape.q_heads // shape.kv_heads
-        )
+        case = Case(kernel, shape.dtype, shape.head_dim, shape.block_size, shape.q_heads // shape.kv_heads)
         launch = run(backend, shape, device)
-        tile = fastest(
-            backend.table.candidates(case, backend.chip.sm), lambda t, go=launch: stopwatch(lambda: go(t))
-        )
+
+        def seconds(tile: Tile, launch: Callable[[Tile], Tensor] = launch) -> float:
+            return stopwatch(lambda: launch(tile))
+
+        tile = fastest(backend.table.candidates(case, backend.chip.sm), seconds)
         backend.measured.put(case, tile)
         chosen[case.key] = tile
         logger.info("%s on %s: %s", case.key, backend.chip.name, tile)

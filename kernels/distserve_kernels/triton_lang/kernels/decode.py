@@ -1,8 +1,9 @@
 """Paged decode attention with split KV (Flash-Decoding, Dao et al. 2023; online softmax of arXiv 2205.14135).
 
-One program reads one split of one sequence's context for the query heads that share a KV head: they are the rows of a
-matrix product, so that tensor cores serve also where each sequence has one query. Splits are what fills the chip when
-few sequences have long contexts; `decode_reduce` adds them up.
+One program reads one split of one sequence's context for the query heads that share a KV head: they are the
+rows of a matrix product, so that tensor cores serve also where each sequence has one query. (Hopper's
+warp-group product takes 64 rows; with fewer it is `mma`, fast enough for what the memory delivers.) Splits
+are what fills the chip when few sequences have long contexts; `decode_reduce` adds them up.
 """
 
 import triton
@@ -58,7 +59,7 @@ def decode_split(
     span = split_span(length - base, splits, BLOCK_N, MIN_SPLIT)
     start = base + split * span
     stop = tl.minimum(start + span, length)
-    if PARTIAL:
+    if PARTIAL:  # noqa: SIM102 - a constant, not to be joined to what only the device knows
         if start >= stop:
             return
 

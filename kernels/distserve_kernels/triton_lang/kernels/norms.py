@@ -1,7 +1,7 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), alone or after adding to the residual stream.
 
-x is [outer, inner, n] with free outer and inner strides: rows of a matrix, or heads inside the rows of a qkv tensor.
-A program takes BLOCK_R rows, each whole in registers, so that memory is read once.
+x is [outer, inner, n] with free outer and inner strides: rows of a matrix, or heads inside the rows of a
+qkv tensor. A program takes BLOCK_R rows, each whole in registers, so that memory is read once.
 """
 
 import triton
@@ -15,7 +15,7 @@ def load_summed(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(tile in fp32, offsets of a contiguous tensor, mask); with ADD the tile is residual + x, rounded and stored."""
+    """(tile in fp32, offsets if contiguous, mask); with ADD the tile is the new, stored, residual."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (column < n)[None, :]

@@ -8,9 +8,9 @@ import triton.language as tl
 def token_slots(table, tile_start, positions, live, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Slots (block * PAGE + offset) of the tokens at `positions`, the BLOCK_N ones from `tile_start`.
 
-    `table` points to the sequence's block ids; only `live` positions have one. `tile_start` is a multiple of BLOCK_N:
-    a tile that lies in one page needs one id. Slots are 32-bit (2^31 tokens fit no device); what is addressed by
-    them is not.
+    `table` points to the sequence's block ids; only `live` positions have one. `tile_start` is a multiple
+    of BLOCK_N: a tile that lies in one page needs one id. Slots are 32-bit (2^31 tokens fit no device);
+    what is addressed by them is not.
     """
     if PAGE % BLOCK_N == 0:
         return tl.load(table + tile_start // PAGE) * PAGE + positions % PAGE
@@ -21,7 +21,7 @@ def token_slots(table, tile_start, positions, live, PAGE: tl.constexpr, BLOCK_N:
 def load_rows(
     base, offsets, columns, live, ALL_LIVE: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr
 ):
-    """A tile [rows, PADDED] of the rows at `base + offsets`; 0 in rows that are not `live` and in the padding."""
+    """A tile [rows, PADDED] of the rows at `base + offsets`; 0 where a row is not `live`, and as padding."""
     pointers = base + offsets[:, None] + columns[None, :]
     if COLUMNS != PADDED:
         inside = (columns < COLUMNS)[None, :]

@@ -1,9 +1,9 @@
 """Paged prefill attention of a ragged batch (FlashAttention-2, arXiv 2307.08691, over pages).
 
-K and V are read from the pages only: the new tokens have been stored there before, so whole prompts and chunks that
-attend to earlier pages are one case. The rows of a program's tile are (query token, query head) pairs of one KV head,
-heads innermost: K and V are read once for all heads that share them, and a tile spans few tokens, which keeps little
-above the causal diagonal.
+K and V are read from the pages only: the new tokens have been stored there before, so whole prompts and
+chunks that attend to earlier pages are one case. The rows of a program's tile are (query token, query head)
+pairs of one KV head, heads innermost: K and V are read once for all heads that share them, and a tile spans
+few tokens, which keeps little above the causal diagonal.
 """
 
 import triton
@@ -25,7 +25,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Takes the tokens [begin, stop) into account; without MASKED all queries see all of them, in whole tiles."""
+    """Takes the tokens [begin, stop) into account; without MASKED all queries see all of them."""
     columns = tl.arange(0, BLOCK_D)
     for tile in range(begin, stop, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) and the store of K and V into the pages, in one pass."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and the store of K and V, in one pass."""
 
 import triton
 import triton.language as tl
@@ -71,7 +71,7 @@ def rotate(
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotates some heads of one token in place and, with STORE, copies them whole to their row of the pages."""
+    """Rotates some heads of one token in place and, with STORE, copies them to their row in the pages."""
     pair = tl.arange(0, BLOCK_C)
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
