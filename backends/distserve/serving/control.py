@@ -1,12 +1,13 @@
 """Operations on a running orchestrator, sent as JSON in the `control` tensor.
 
-``{"op": "status"}``; ``{"op": "attach", "instance": {"name", "role", "address"?}, "wait_s"?}``, which
-also takes a draining instance back; ``{"op": "drain", "instance": name, "remove"?: bool}``: no new
-requests go there, what is there ends in peace, and ``status`` says when it is ``drained``. With
-``remove`` a drained instance is forgotten. ``{"op": "stop", "drain_s"?}``: no request is taken any more,
-those that are here end for up to ``drain_s``, the rest fails, and no instance is called again; the answer
-comes then. The launcher does this before it ends the server, since Triton would unload the instances below
-running requests, and may crash when it unloads this model while a call to an instance is on its way.
+``{"op": "status"}``; ``{"op": "attach", "instance": {"name", "role", "address"?, "model"?},
+"wait_s"?}``, which also takes a draining instance back; ``{"op": "drain", "instance": name, "remove"?:
+bool}``: no new requests go there, what is there ends in peace, and ``status`` says when it is
+``drained``. With ``remove`` a drained instance is forgotten. ``{"op": "stop", "drain_s"?}``: no request
+is taken any more, those that are here end for up to ``drain_s``, the rest fails, and no instance is
+called again; the answer comes then. The launcher does this before it ends the server, since Triton would
+unload the instances below running requests, and may crash when it unloads this model while a call to an
+instance is on its way.
 """
 
 from __future__ import annotations

@@ -187,13 +187,13 @@ class InstanceLink:
             assert self.status is not None
             if reply.get("epoch") != self.status.epoch:
                 raise ServingError("UNAVAILABLE", f"{self.name}: engine has restarted")
-            load = reply.get("load")
-            if isinstance(load, dict):
-                self.load.report(load)
             try:
                 self._deliver(reply.get("events") or [])
             except (KeyError, TypeError, ValueError) as error:
                 raise ServingError("INTERNAL", f"{self.name}: events can't be read: {error!r}") from None
+            load = reply.get("load")
+            if isinstance(load, dict):  # after the events, which it knows of already
+                self.load.report(load)
             self._on_change(self)
 
     async def _probe(self, error: ServingError) -> None:

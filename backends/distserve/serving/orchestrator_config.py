@@ -13,15 +13,25 @@ MODEL_PARAMETER = "orchestrator"
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """One instance: a model of this server, or of the one with its gRPC at ``address`` (host:port)."""
+    """One instance: a model of this server, or of the one with its gRPC at ``address`` (host:port).
+
+    ``name`` is unique here; the Triton model has the same name unless ``model`` gives another (two servers
+    may both have a ``decode_0``).
+    """
 
     name: str
     role: Role
     address: str | None = None
+    model: str | None = None
+
+    @property
+    def triton_model(self) -> str:
+        return self.model or self.name
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("name='': must be the name of a Triton model")
+        for field in ("name", "model"):
+            if getattr(self, field) == "":
+                raise ConfigError(f"{field}='': must be the name of a Triton model")
         if self.address is not None:
             host, _, port = self.address.rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65536:

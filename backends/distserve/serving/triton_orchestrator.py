@@ -191,4 +191,6 @@ class TritonPythonModel:
 
 
 def _connect(spec: InstanceSpec) -> InstanceClient:
-    return BlsClient(spec.name) if spec.address is None else GrpcClient(spec.name, spec.address)
+    if spec.address is None:
+        return BlsClient(spec.triton_model)
+    return GrpcClient(spec.triton_model, spec.address)
