@@ -45,7 +45,13 @@ class RankPages:
     """One rank's part of a model's random pages; equal seeds, equal content. `delay_s` slows each access."""
 
     def __init__(
-        self, layout: Layout, rank: int, seed: int | None, blocks: int = BLOCKS, head_axis: int = 1
+        self,
+        layout: Layout,
+        rank: int,
+        seed: int | None,
+        blocks: int = BLOCKS,
+        head_axis: int = 1,
+        device: str = "cpu",
     ) -> None:
         pp_rank, tp_rank = layout.shape.coordinates(rank)
         heads = head_range(layout.kv_heads, layout.tp, tp_rank)
@@ -64,7 +70,7 @@ class RankPages:
                 else:
                     generator = torch.Generator().manual_seed(seed * 1000 + layer * 2 + part)
                     whole = torch.randn(size, generator=generator)
-                parts.append(whole.narrow(head_axis, heads.start, len(heads)).contiguous())
+                parts.append(whole.narrow(head_axis, heads.start, len(heads)).contiguous().to(device))
             self._pages.append((parts[0], parts[1]))
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -83,8 +89,9 @@ class Instance:
         self.layout = layout_of(shape, layout)
         self.epoch = epoch
         self.name = options.pop("name", "p0")
+        device = options.pop("device", "cpu")
         ranks = range(shape.ranks)
-        self.caches = [RankPages(self.layout, rank, seed=1) for rank in ranks]
+        self.caches = [RankPages(self.layout, rank, seed=1, device=device) for rank in ranks]
         self.leases = [LeaseTable(time.monotonic) for _ in ranks]
         self.sources = [
             KVSource(self.caches[r], self.leases[r], shape, r, self.layout, self.name, epoch, **options)
@@ -122,6 +129,10 @@ class Instance:
 
         soon(all_have, timeout_s)
         return out
+
+    def slow_down(self, delay_s: float) -> None:
+        for cache in self.caches:
+            cache.delay_s = delay_s
 
     def close(self) -> None:
         for source in self.sources:
@@ -177,7 +188,8 @@ class Decode:
     def __init__(self, shape: Shape, name: str = "d0", layout: Layout = LAYOUT, **options: Any) -> None:
         self.layout = layout_of(shape, layout)
         ranks = range(shape.ranks)
-        self.caches = [RankPages(self.layout, rank, seed=None) for rank in ranks]
+        device = options.pop("device", "cpu")
+        self.caches = [RankPages(self.layout, rank, seed=None, device=device) for rank in ranks]
         self.pullers = [KVPuller(self.caches[r], shape, r, self.layout, name, 1, **options) for r in ranks]
 
         for cache in self.caches:
@@ -196,7 +208,7 @@ class Decode:
             wanted = RankPages(self.layout, rank, seed=1)
             for layer in range(len(cache._pages)):
                 for got, want in zip(cache.pages(layer), wanted.pages(layer), strict=True):
-                    wrong += not torch.equal(got[list(dst_blocks)], want[list(src_blocks)])
+                    wrong += not torch.equal(got[list(dst_blocks)].cpu(), want[list(src_blocks)])
                     wrong += bool(got[others].any())
         return wrong
 

@@ -21,6 +21,7 @@ VERSION = 1
 LARGEST_FRAME = 1 << 18  # bytes; a handle of 1024 ranks with long names fits
 LARGEST_GREETING = 256  # before the peer is known
 TAG_BYTES = 16
+DEAD_LINK_S = 5
 
 Message = dict[str, Any]
 
@@ -39,7 +40,11 @@ class Control:
         self._sent = 0
         self._received = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # a cut link is noticed within DEAD_LINK_S, in use or idle
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_LINK_S * 1000)
 
     @property
     def local_host(self) -> str:

@@ -58,6 +58,7 @@ class KVShape:
 class TransferRate:
     """Medians over the repetitions. `bytes`: the KV of `tokens` tokens; rates in bytes per second."""
 
+    channel: str  # "gloo" or "memory"
     tokens: int
     bytes: int
     pull_s: float  # from `pull` until the future has ended, on a pair that exists
@@ -90,18 +91,21 @@ def measure(
     token_counts: Sequence[int],
     shape: KVShape | None = None,
     repeats: int = 7,
+    shared_memory: bool = False,
     staging_bytes: int = STAGING_BYTES,
     progress: Callable[[TransferRate], None] | None = None,
 ) -> list[TransferRate]:
-    """Pulls the KV of prompts of so many tokens from a second process, over Gloo on loopback.
+    """Pulls the KV of prompts of so many tokens from a second process of this host.
 
-    The blocks lie scattered at both ends. Each pull takes turns with a plain stream of the same size, so both
-    see the same load of the machine; the first of each is not counted. `progress` is called for each size.
+    Over Gloo on loopback, the way to another host, or with `shared_memory`, the way between two instances of
+    one host. The blocks lie scattered at both ends. Each pull takes turns with a plain stream of the same
+    size, so both see the same load of the machine; the first of each is not counted. `progress` is called for
+    each size.
     """
     shape = shape or KVShape()
     num_blocks = -(-max(token_counts) // shape.block_size)
     ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     peer = context.Process(target=_serve, args=(theirs, shape, num_blocks, staging_bytes), daemon=True)
     peer.start()
     theirs.close()
@@ -113,14 +117,17 @@ def measure(
         "measure-decode",
         1,
         staging_bytes=staging_bytes,
+        shared_memory=shared_memory,
     )
+    channel = "memory" if shared_memory else "gloo"
     try:
         rates = []
         for tokens in token_counts:
-            rate = _measure_one(ours, puller, shape, num_blocks, tokens, repeats)
-            rates.append(rate)
+            size = -(-tokens // shape.block_size) * shape.block_bytes
+            pull_s, stream_s = _measure_one(ours, puller, num_blocks, tokens, size, repeats)
+            rates.append(TransferRate(channel, tokens, size, pull_s, size / pull_s, size / stream_s))
             if progress is not None:
-                progress(rate)
+                progress(rates[-1])
         return rates
     finally:
         puller.close()
@@ -132,9 +139,9 @@ def measure(
 
 
 def _measure_one(
-    peer: Connection, puller: KVPuller, shape: KVShape, num_blocks: int, tokens: int, repeats: int
-) -> TransferRate:
-    size = -(-tokens // shape.block_size) * shape.block_bytes
+    peer: Connection, puller: KVPuller, num_blocks: int, tokens: int, size: int, repeats: int
+) -> tuple[float, float]:
+    """Seconds of a pull and of a plain stream."""
     pulls, streams = [], []
     for _ in range(repeats + 1):
         _tell(peer, {"op": "lease", "tokens": tokens})
@@ -145,8 +152,7 @@ def _measure_one(
         pulls.append(time.monotonic() - start)
         _tell(peer, {"op": "stream", "bytes": size})
         streams.append(_receive_stream(_hear(peer)["port"], size))
-    pull_s, stream_s = statistics.median(pulls[1:]), statistics.median(streams[1:])
-    return TransferRate(tokens, size, pull_s, size / pull_s, size / stream_s)
+    return statistics.median(pulls[1:]), statistics.median(streams[1:])
 
 
 def _receive_stream(port: int, size: int) -> float:

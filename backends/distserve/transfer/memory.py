@@ -29,13 +29,20 @@ NOTICE_S = 5.0  # for a frame of a few bytes on a connection that is nearly empt
 ALIGNMENT = 4096
 
 
-def host_id() -> str:
-    """Equal in two processes that can map each other's memory: same boot, same process ids, same user."""
+def host_id(device: torch.device) -> str:
+    """Equal in two processes that had better share memory: same boot, process ids, user and device.
+
+    Two instances on one GPU are among them: NCCL refuses two ranks on one GPU, so their KV takes the way
+    through the host.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        name = f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     except OSError:
         return f"unknown {secrets.token_hex(16)}"  # equal to nobody's
+    if device.type == "cuda":
+        name += f" {torch.cuda.get_device_properties(device).uuid}"
+    return name
 
 
 class MemoryChannel:

@@ -57,7 +57,7 @@ class KVPuller:
         units = staging_units(packer, layout, staging_bytes)
         claimant = Claimant(instance, epoch, shape)
         require_backend(backend, packer)
-        host = host_id() if shared_memory and backend == "gloo" else ""
+        host = host_id(packer.device) if shared_memory else ""
         self._config = ReceiverConfig(packer, layout, claimant, rank, secret, backend, host, units, idle_s)
         self._lock = threading.Lock()
         self._receivers: dict[PairKey, Receiver] = {}

@@ -18,7 +18,7 @@ from distserve.transfer.packing import Packer, Pages
 from distserve.transfer.sender import Sender, SenderConfig
 
 MOST_PAIRS = 1024
-STAGING_BYTES = 4 << 20  # of one buffer; two per pair
+STAGING_BYTES = 8 << 20  # of one buffer; two per pair
 
 
 @dataclass(slots=True)
@@ -39,8 +39,9 @@ class KVSource:
 
     `cache`: the rank's pages; `shape`, `rank`: of this instance; `layout`: how its KV lies; `epoch`: of this
     engine start. `host` other than loopback needs a `secret`; `advertise` is the name that handles carry
-    (default `host`). `backend`: "gloo" or "nccl"; with `shared_memory` Gloo is left aside between processes
-    of one host. `staging_bytes` bounds one of a pair's two buffers, `timeout_s` one transfer.
+    (default `host`). `backend`: "gloo" or "nccl"; where both ends have `shared_memory`, two processes of
+    one host and device (see `memory.host_id`) use that instead. `staging_bytes` bounds one of a pair's two
+    buffers, `timeout_s` one transfer.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class KVSource:
         packer = Packer(cache, *first_layer_and_head(layout, shape, rank))
         units = staging_units(packer, layout, staging_bytes)
         require_backend(backend, packer)
-        host_name = host_id() if shared_memory and backend == "gloo" else ""
+        host_name = host_id(packer.device) if shared_memory else ""
         self._config = SenderConfig(
             packer, leases, shape, rank, layout, instance, epoch, secret, backend, host_name, units, timeout_s
         )
