@@ -11,8 +11,8 @@ from distserve_planner.goodput import Goodput
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.candidates import high_hops
 from distserve_planner.search.deployment import Deployment, Group
-from distserve_planner.search.evaluate import PhaseTask
 from distserve_planner.search.problem import Problem
+from distserve_planner.search.tasks import PhaseTask
 
 Phases = Mapping[PhaseTask, Goodput]
 
@@ -31,13 +31,17 @@ class _Sized:
     rate: float
 
 
-def combinations(problem: Problem, phases: Phases, *, per_device: bool, keep: int) -> list[Candidate]:
+def combinations(
+    problem: Problem, phases: Phases, *, per_device: bool, keep: int, all_shapes: bool = False
+) -> list[Candidate]:
     """The `keep` best numbers of prefill and decode instances on at most all devices, best first.
 
     By rate over devices used, or by rate alone. Instances of one phase have one shape, as in the paper.
+    all_shapes: also those with a lower rate than another of no more devices; they may still be quicker.
     """
     devices = problem.cluster.num_devices
-    prefills, decodes = _sized(problem, phases, "prefill"), _sized(problem, phases, "decode")
+    prefills = _sized(problem, phases, "prefill", all_shapes)
+    decodes = _sized(problem, phases, "decode", all_shapes)
     found: list[tuple[float, int, Candidate]] = []
     for prefill in prefills:
         for decode in decodes:
@@ -83,7 +87,7 @@ def _candidate(prefill: _Sized, n: int, decode: _Sized, m: int) -> Candidate:
     return Candidate(deployment, min(n * prefill.rate, m * decode.rate))
 
 
-def _sized(problem: Problem, phases: Phases, role: str) -> list[_Sized]:
+def _sized(problem: Problem, phases: Phases, role: str, all_shapes: bool = False) -> list[_Sized]:
     """Shapes that meet the phase's objective at some rate, unless another beats it with no more devices."""
     options = [
         _Sized(task.shape, result.rate)
@@ -93,7 +97,8 @@ def _sized(problem: Problem, phases: Phases, role: str) -> list[_Sized]:
     return [
         a
         for a in options
-        if not any(
+        if all_shapes
+        or not any(
             b.shape.ranks <= a.shape.ranks
             and b.rate >= a.rate
             and (b.shape.ranks, -b.rate) < (a.shape.ranks, -a.rate)

@@ -12,8 +12,8 @@ from distserve.core.shapes import Shape, head_range, query_head_range
 from distserve_planner.memory import GIB, fewest_devices, weight_bytes_per_device
 from distserve_planner.search.assignment import assign, cross_hops
 from distserve_planner.search.deployment import Deployment, Group
-from distserve_planner.search.evaluate import PhaseTask
 from distserve_planner.search.problem import Problem
+from distserve_planner.search.tasks import PhaseTask
 
 
 @dataclass(frozen=True)

@@ -2,108 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
-from typing import Literal
 
 import numpy as np
 
-from distserve.core.shapes import Shape
-from distserve_planner.goodput import Goodput, Verdict, goodput, probe, warm_up_requests
+from distserve_planner.goodput import Goodput, goodput, probe, warm_up_requests
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.bounds import decode_ceiling, prefill_ceiling, system_ceiling
 from distserve_planner.search.deployment import Deployment
-from distserve_planner.search.diagnosis import Diagnosis, diagnose
+from distserve_planner.search.diagnosis import diagnose
 from distserve_planner.search.problem import Problem
+from distserve_planner.search.rules import best_rate
 from distserve_planner.search.system_spec import system_spec
+from distserve_planner.search.tasks import (
+    DeploymentTask,
+    DiagnosisTask,
+    OfflineResult,
+    OfflineTask,
+    PhaseTask,
+    RateTask,
+    Result,
+    RulesTask,
+    ScaleResult,
+    ScaleTask,
+    Task,
+)
 from distserve_planner.simulator.spec import SystemSpec
-from distserve_planner.slo import Attainment, attainment, percentile
-
-
-@dataclass(frozen=True)
-class PhaseTask:
-    """Goodput of one phase alone on one instance (`simu_prefill`, `simu_decode`)."""
-
-    role: Literal["prefill", "decode"]
-    shape: Shape
-    cross_hops: int = 0
-
-
-@dataclass(frozen=True)
-class DeploymentTask:
-    """Joint goodput of a deployment.
-
-    floor: requests/s per device that it must reach to be of interest. ceiling: optimistic requests/s of all;
-    first_step: how far below it the result is expected, in points of the grid of rates.
-    """
-
-    deployment: Deployment
-    floor: float = 0.0
-    ceiling: float = inf
-    long: bool = False
-    first_step: int = 16
-
-
-@dataclass(frozen=True)
-class RateTask:
-    """Whether a deployment meets the objectives at one rate (requests/s)."""
-
-    deployment: Deployment
-    rate: float
-    long: bool = False
-
-
-@dataclass(frozen=True)
-class ScaleTask:
-    """The tightest scale of the objectives that a deployment meets at one rate."""
-
-    deployment: Deployment
-    rate: float
-    long: bool = False
-
-
-@dataclass(frozen=True)
-class OfflineTask:
-    """Throughput when all requests are there from the start."""
-
-    deployment: Deployment
-    requests: int = 2000
-
-
-@dataclass(frozen=True)
-class DiagnosisTask:
-    """A closer look at a deployment at one rate."""
-
-    deployment: Deployment
-    rate: float
-
-
-Task = PhaseTask | DeploymentTask | RateTask | ScaleTask | OfflineTask | DiagnosisTask
-
-
-@dataclass(frozen=True)
-class ScaleResult:
-    """scale: factor on both objectives at which the target attainment is just met; `at`: there."""
-
-    scale: float
-    at: Attainment
-
-
-@dataclass(frozen=True)
-class OfflineResult:
-    """Requests and output tokens per second, without the start and the tail."""
-
-    requests_s: float
-    tokens_s: float
-
-
-Result = Goodput | Verdict | ScaleResult | OfflineResult | Diagnosis
+from distserve_planner.slo import attainment, percentile
 
 
 def evaluate(problem: Problem, task: Task) -> Result:
     """Runs one task. The deployment must fit the cluster."""
     if isinstance(task, PhaseTask):
         return _phase(problem, task)
+    if isinstance(task, RulesTask):
+        return best_rate(problem, task)
     system = _system(problem, task.deployment)
     if isinstance(task, DeploymentTask):
         precision = problem.long_precision if task.long else problem.precision
@@ -134,14 +67,22 @@ def _system(problem: Problem, deployment: Deployment) -> SystemSpec:
     return system_spec(problem, deployment, placed)
 
 
+def phase_ceiling(problem: Problem, task: PhaseTask) -> float:
+    """Optimistic requests/s of one phase."""
+    spec = problem.instance(task.shape, cross_hops=task.cross_hops)
+    return (prefill_ceiling if task.role == "prefill" else decode_ceiling)(problem, spec)
+
+
 def _phase(problem: Problem, task: PhaseTask) -> Goodput:
     spec = problem.instance(task.shape, cross_hops=task.cross_hops)
-    if task.role == "prefill":
-        system, ceiling = SystemSpec(prefill=(spec,)), prefill_ceiling(problem, spec)
-    else:
-        system, ceiling = SystemSpec(decode=(spec,)), decode_ceiling(problem, spec)
+    system = SystemSpec(prefill=(spec,)) if task.role == "prefill" else SystemSpec(decode=(spec,))
     return goodput(
-        system, problem.requests, problem.slo, problem.precision, devices=task.shape.ranks, ceiling=ceiling
+        system,
+        problem.requests,
+        problem.slo,
+        problem.precision,
+        devices=task.shape.ranks,
+        ceiling=phase_ceiling(problem, task),
     )
 
 

@@ -10,9 +10,9 @@ from distserve_planner.goodput import Verdict
 from distserve_planner.search.algorithm1 import Candidate
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.deployment import Deployment
-from distserve_planner.search.evaluate import RateTask
 from distserve_planner.search.problem import Problem
 from distserve_planner.search.ranking import Ranked
+from distserve_planner.search.tasks import RateTask
 from distserve_planner.search.workers import Workers
 
 POOLING = 1.1  # several instances behind one queue do better than as many queues of one

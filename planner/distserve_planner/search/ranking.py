@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distserve_planner.goodput import Goodput
 from distserve_planner.search.algorithm1 import Candidate
 from distserve_planner.search.deployment import Deployment
-from distserve_planner.search.evaluate import DeploymentTask
+from distserve_planner.search.tasks import DeploymentTask
 from distserve_planner.search.workers import Workers
 from distserve_planner.slo import Attainment
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 from distserve.core.parsing import ConfigError
@@ -16,26 +17,22 @@ from distserve_planner.search.assignment import assign, units_that_fit
 from distserve_planner.search.candidates import Shapes, pairs, phase_tasks, shapes, unified_units
 from distserve_planner.search.deployment import LABELS
 from distserve_planner.search.diagnosis import Diagnosis
-from distserve_planner.search.evaluate import (
-    DiagnosisTask,
-    OfflineResult,
-    OfflineTask,
-    ScaleResult,
-    ScaleTask,
-)
+from distserve_planner.search.evaluate import phase_ceiling
 from distserve_planner.search.least_devices import least_devices, sized_units
 from distserve_planner.search.problem import Family, Problem
 from distserve_planner.search.ranking import Ranked, rank
 from distserve_planner.search.reach import check_reachable
 from distserve_planner.search.reasons import missed, reason
 from distserve_planner.search.result import Objective, Row, SearchResult, Statistics
+from distserve_planner.search.tasks import DiagnosisTask, OfflineResult, OfflineTask, ScaleResult, ScaleTask
 from distserve_planner.search.unified import bounded_unified
 from distserve_planner.search.workers import Workers
-from distserve_planner.slo import seconds
+from distserve_planner.slo import Slo, seconds
 
 KEEP = 12  # combinations of Algorithm 1 that are tried jointly
 RUNNERS_UP = 3  # per family, with reasons
-OFFLINE_KEEP = 24
+OFFLINE_S = 1e6  # objectives of offline use: none
+WIDE_KEEP = 60  # where the phases' own rates say less
 
 Progress = Callable[[str, int, int], None]
 
@@ -53,6 +50,8 @@ def search(
     """
     began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
+    if objective.kind == "throughput":
+        problem = replace(problem, slo=Slo(OFFLINE_S, OFFLINE_S, problem.slo.attainment))
     available = shapes(problem)
     if objective.kind not in ("slo-scale", "throughput"):
         check_reachable(problem, available.fitting)
@@ -105,7 +104,10 @@ class _Search:
         self.phases = self._size_phases()
 
     def _size_phases(self) -> Phases:
+        """Rates of phases alone: goodput, or what full batches allow where the objectives are not given."""
         tasks = phase_tasks(self.problem, self.fitting, self.units)
+        if self.objective.kind in ("slo-scale", "throughput"):
+            return {task: Goodput(phase_ceiling(self.problem, task), None, None) for task in tasks}
         done = 0
 
         def one(task: object, result: object) -> None:
@@ -133,8 +135,14 @@ class _Search:
             if objective.kind == "least-devices":
                 assert objective.rate is not None
                 return replicas(problem, self.phases, objective.rate, KEEP)
-            per_device = objective.kind == "per-device"
-            return combinations(problem, self.phases, per_device=per_device, keep=KEEP)
+            wide = objective.kind in ("slo-scale", "throughput")
+            return combinations(
+                problem,
+                self.phases,
+                per_device=objective.kind == "per-device",
+                keep=WIDE_KEEP if wide else KEEP,
+                all_shapes=wide,
+            )
         if family == "low":
             units = bounded_units(self.units, self.phases)
         else:
@@ -177,7 +185,8 @@ class _Search:
         devices = deployment.devices
         if kind == "least-devices":
             score = 1 / devices if entry.rate > 0 else 0.0
-            return Row(deployment, score, f"{devices} devices", "", entry)
+            figure = f"{devices} devices" if entry.rate > 0 else f"not with {devices} devices"
+            return Row(deployment, score, figure, "", entry)
         score = entry.rate / devices if kind == "per-device" else entry.rate
         return Row(deployment, score, f"{entry.rate / devices:.3g} req/s/device", "", entry)
 
@@ -203,7 +212,7 @@ class _Search:
         return rows
 
     def _offline(self, candidates: list[Candidate]) -> list[Row]:
-        candidates = sorted(candidates, key=lambda c: -c.predicted)[:OFFLINE_KEEP]
+        candidates = sorted(candidates, key=lambda c: -c.predicted)[:WIDE_KEEP]
         results = self.workers.map([OfflineTask(c.deployment) for c in candidates])
         self.tried += len(candidates)
         rows = []
@@ -239,6 +248,10 @@ class _Search:
             text = row.reason or f"{100 * row.score / winner.score:.0f} % of the best"
         elif self.objective.kind == "least-devices" and row.entry.rate > 0:
             text = f"needs {row.deployment.devices} devices, the best {winner.deployment.devices}"
+            if row.deployment.devices == winner.deployment.devices and row.entry.at and winner.entry:
+                theirs = winner.entry.at.both if winner.entry.at else 0.0
+                met = f"{100 * row.entry.at.both:.1f} %, the best {100 * theirs:.1f} %"
+                text = f"as many devices; meets both for {met}"
         else:
             text = reason(row.entry, self.problem.slo, best, look)
         if self.objective.kind in ("cluster", "slo-scale", "throughput"):
@@ -253,19 +266,16 @@ class _Search:
             for row in rows
             if row.entry is not None and (look := row.entry.lone or row.entry.above) is not None
         ]
+        what = "no placement meets the objectives"
+        if self.objective.kind == "least-devices":
+            what = (
+                f"rate={self.objective.rate}: {what} with {self.problem.cluster.num_devices} devices; add "
+                "some, or see how much these can do with --objective cluster"
+            )
         if not seen:
-            if self.objective.kind == "least-devices":
-                return (
-                    f"rate={self.objective.rate}: no placement on {self.problem.cluster.num_devices} devices "
-                    "meets the objectives at this rate; add devices, or see how much there is with "
-                    "--objective cluster"
-                )
-            return "no placement meets the objectives at any rate"
+            return what
         both, deployment, look = max(seen, key=lambda item: item[0])
-        return (
-            f"no placement meets the objectives; the closest is {deployment} with {100 * both:.0f} % of "
-            f"requests: {missed(look, slo)}"
-        )
+        return f"{what}; the closest is {deployment} with {100 * both:.0f} % of requests: {missed(look, slo)}"
 
     def notes(self, winner: Row) -> tuple[str, ...]:
         notes = []

@@ -9,8 +9,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from distserve_planner.search.evaluate import Result, Task, evaluate
+from distserve_planner.search.evaluate import evaluate
 from distserve_planner.search.problem import Problem
+from distserve_planner.search.tasks import Result, Task
 
 ALONE_S = 1.5  # what starting processes costs; shorter searches stay in this one
 STOP_S = 5.0

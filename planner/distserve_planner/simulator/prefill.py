@@ -29,7 +29,7 @@ class PrefillInstance:
         prefilled: Callable[[PrefillInstance, Tracked], None],
         wants_work: Callable[[], None] | None,
     ) -> None:
-        """prefilled: takes a request with its first token. wants_work: called when a batch left the queue."""
+        """prefilled: takes a request with its first token. wants_work: called when there is room for more."""
         self.index = index
         self.scheduler = PrefillScheduler(spec.limits, CountingBlocks(spec.num_blocks, spec.block_size))
         self.work = 0  # tokens waiting and in computation
@@ -100,14 +100,19 @@ class PrefillInstance:
 
     def _pipeline_end(self, batch: Batch) -> None:
         self._book(batch)
-        if not self.busy:
-            self.begin()  # blocks of ended requests may have made room
+        self._idle()
 
     def _end(self, batch: Batch) -> None:
         self.busy = False
         self._book(batch)
+        self._idle()
+
+    def _idle(self) -> None:
+        """Goes on with what waits here, or else asks for work: room has come free."""
         if not self.busy:
             self.begin()
+        if self._wants_work is not None:
+            self._wants_work()
 
     def _book(self, batch: Batch) -> None:
         scheduler = self.scheduler
@@ -123,5 +128,5 @@ class PrefillInstance:
     def release(self, request: Tracked) -> None:
         """The KV has been pulled: its blocks are free for new prompts."""
         self.scheduler.release(request)
-        if not self.busy and self.scheduler.waiting:
-            self.begin()
+        if self._wants_work is not None or (not self.busy and self.scheduler.waiting):
+            self._idle()
