@@ -2,15 +2,18 @@
 and dtype.
 
 On the CPU in fp32 and bf16: C, one pass over memory and one call of a microsecond or two instead of several
-torch operators. Otherwise, and where no compiler is, torch (`ops_reference`).
+torch operators. On CUDA: kernels in the Triton language (`triton_lang.rows`). Otherwise, and where no
+compiler is, torch (`ops_reference`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +26,8 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis; x [..., n], weight [n]; returns a new tensor like x."""
+    if x.is_cuda:
+        return _cuda(x).rms_norm(x, weight, eps)
     c = _compiled(x)
     if c is None:
         return ops_reference.rms_norm(x, weight, eps)
@@ -38,6 +43,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """residual += x **in place**, then normalise; returns (rms_norm(residual), residual). Same shape and
     dtype.
     """
+    if x.is_cuda:
+        return _cuda(x, residual.is_contiguous()).add_rms_norm(x, residual, weight, eps)
     c = _compiled(x)
     if c is None or not residual.is_contiguous():
         return ops_reference.add_rms_norm(x, residual, weight, eps)
@@ -50,8 +57,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last axis; x [..., n], weight and bias [n]; a new tensor."""
+    return (_cuda(x) if x.is_cuda else ops_reference).layer_norm(x, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """residual += x **in place**, then normalise; returns (layer_norm(residual), residual)."""
+    chosen = _cuda(x, residual.is_contiguous()) if x.is_cuda else ops_reference
+    return chosen.add_layer_norm(x, residual, weight, bias, eps)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * n] with the gate first; returns [..., n]."""
+    if gate_up.is_cuda:
+        return _cuda(gate_up).silu_mul(gate_up)
     c = _compiled(gate_up)
     if c is None:
         return ops_reference.silu_mul(gate_up)
@@ -69,6 +91,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     cos, sin: fp32 [T, half], the angles of the tokens (half = rotated dims / 2, normally D / 2; one entry per
     frequency, not doubled). Pairs are (i, i + half), Hugging Face's LLaMA order.
     """
+    if q.is_cuda:
+        _cuda(q, q.stride(-1) == 1 and k.stride(-1) == 1).rotary(q, k, cos, sin)
+        return
     c = _compiled(q)
     in_place = packed_heads(q) is q and packed_heads(k) is k
     if c is None or not in_place or cos.dtype != torch.float32:
@@ -79,6 +104,44 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     half = cos.shape[1]
     pointers = (q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), cos.data_ptr(), sin.data_ptr())
     c.rotary(*pointers, rows, q_heads, k.shape[1], dim, half)
+
+
+class RowOperations(Protocol):
+    """What `ops_reference` and `triton_lang.rows` both offer."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+
+class _RowKernels(RowOperations, Protocol):
+    def serves(self, x: Tensor) -> bool: ...
+
+
+def _cuda(x: Tensor, fits: bool = True) -> RowOperations:
+    """The kernels for a CUDA tensor, or torch where they can't serve it (`fits`: for all the caller knows)."""
+    kernels = _row_kernels()
+    return kernels if kernels is not None and fits and kernels.serves(x) else ops_reference
+
+
+@lru_cache(maxsize=1)
+def _row_kernels() -> _RowKernels | None:
+    try:
+        return cast(_RowKernels, importlib.import_module("distserve_kernels.triton_lang.rows"))
+    except ModuleNotFoundError:  # no Triton language: torch serves
+        return None
 
 
 @dataclass(frozen=True)

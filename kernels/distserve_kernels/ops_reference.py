@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from distserve_kernels.layout import TOKENS
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis; x [..., n], weight [n]. Statistics in fp32."""
@@ -19,6 +21,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """residual += x in place; returns (rms_norm(residual), residual)."""
     residual.add_(x)
     return rms_norm(residual, weight, eps), residual
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last axis; x [..., n]. Statistics in fp32."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """residual += x in place; returns (layer_norm(residual), residual)."""
+    residual.add_(x)
+    return layer_norm(residual, weight, bias, eps), residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -40,3 +55,18 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         rotated = first * c - second * s
         second.copy_(second * c + first * s)
         first.copy_(rotated)
+
+
+def rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slots: Tensor,
+) -> None:
+    """`rotary`, then the store of k and v [T, Hk, D] in pages of layout `TOKENS` (negative slots: not)."""
+    rotary(q, k, cos, sin)
+    TOKENS.write(k, v, key_pages, value_pages, slots)
