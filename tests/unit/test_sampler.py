@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
 from distserve.core.parsing import ConfigError
-from distserve.worker import truncation
 from distserve.worker.rng import uniform
 from distserve.worker.sampler import Sampler
 from distserve.worker.step import Joining, SamplingParams, TokenLogprobs
+from distserve_kernels import sampling, sampling_reference
+from distserve_kernels.sampling_reference import Truncation
 
 VOCAB = 500
+Draw = Callable[[torch.Tensor, Truncation, torch.Tensor], torch.Tensor]
+DRAWS = [sampling.draw, sampling_reference.draw]  # C where it can be built, and torch
 CPU = torch.device("cpu")
 Floats = npt.NDArray[np.float64]
 
@@ -71,9 +76,9 @@ def test_the_batch_changes_nothing(logits: torch.Tensor) -> None:
     keys = [str(i) for i in range(len(MIXED))]
     rows = logits[: len(MIXED)]
     positions = list(range(3, 3 + len(MIXED)))
-    together = sampler_with(*MIXED).sample(rows, keys, positions)[0]
+    together = sampler_with(*MIXED).sample(rows.clone(), keys, positions)[0]
     for i in range(len(MIXED)):
-        alone = sampler_with(*MIXED).sample(rows[i : i + 1], [keys[i]], [positions[i]])[0]
+        alone = sampler_with(*MIXED).sample(rows[i : i + 1].clone(), [keys[i]], [positions[i]])[0]
         assert alone == [together[i]]
     order = [3, 0, 7, 5, 1, 6, 2, 4]
     shuffled = sampler_with(*MIXED).sample(
@@ -88,17 +93,17 @@ def test_a_restarted_sequence_goes_on_as_before(logits: torch.Tensor) -> None:
         temperature=1.0, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2
     )
     whole = sampler_with(params)
-    chosen = [whole.sample(logits[i : i + 1], ["0"], [3 + i])[0][0] for i in range(8)]
+    chosen = [whole.sample(logits[i : i + 1].clone(), ["0"], [3 + i])[0][0] for i in range(8)]
     moved = Sampler(VOCAB, CPU)
     moved.join(Joining("x", params, 3, [1, 2, 3, *chosen[:4]]))
-    assert [moved.sample(logits[i : i + 1], ["x"], [3 + i])[0][0] for i in range(4, 8)] == chosen[4:]
+    assert [moved.sample(logits[i : i + 1].clone(), ["x"], [3 + i])[0][0] for i in range(4, 8)] == chosen[4:]
 
 
 def test_greedy_is_the_arg_max_with_and_without_extras(logits: torch.Tensor) -> None:
     want = logits.argmax(-1).tolist()
     for params in (SamplingParams(), SamplingParams(logprobs=1), SamplingParams(top_k=5, top_p=0.5)):
         sampler = sampler_with(*[params] * 16)
-        assert sampler.sample(logits, [str(i) for i in range(16)], [3] * 16)[0] == want
+        assert sampler.sample(logits.clone(), [str(i) for i in range(16)], [3] * 16)[0] == want
 
 
 def test_seeds_and_positions_matter(logits: torch.Tensor) -> None:
@@ -121,13 +126,14 @@ def test_seeds_and_positions_matter(logits: torch.Tensor) -> None:
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+def test_draws_follow_the_distribution(params: SamplingParams, draw: Draw) -> None:
     """Chi-square of 4000 draws; the bound is passed by chance once in 10^5."""
     from scipy.stats import chi2
 
     small = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
     n = 4000
-    how = truncation.Truncation(
+    how = Truncation(
         *(
             torch.full((n,), value, dtype=dtype)
             for value, dtype in (
@@ -139,7 +145,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
         )
     )
     uniforms = torch.tensor([uniform(7, i) for i in range(n)], dtype=torch.float64)
-    drawn = truncation.draw(small.expand(n, -1), how, uniforms).numpy()
+    drawn = draw(small.expand(n, -1), how, uniforms).numpy()
     kept = sorted(kept_tokens(small.double().numpy(), params))
     assert set(drawn.tolist()) <= set(kept)
     weights = np.exp(small.double().numpy()[kept] / params.temperature)
@@ -152,7 +158,10 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 @pytest.mark.parametrize("top_k", [0, 1, 7, 300])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.3, 0.01])
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
-def test_truncation_against_the_twin(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+def test_truncation_against_the_twin(
+    logits: torch.Tensor, top_k: int, top_p: float, min_p: float, draw: Draw
+) -> None:
     """Every uniform lands in the kept set, and the ends of the range reach its first and last token."""
     for row, temperature in (
         (logits[0], 1.0),
@@ -161,14 +170,14 @@ def test_truncation_against_the_twin(logits: torch.Tensor, top_k: int, top_p: fl
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         kept = kept_tokens(row.double().numpy(), params)
         n = 64
-        how = truncation.Truncation(
+        how = Truncation(
             torch.full((n,), temperature),
             torch.full((n,), top_k),
             torch.full((n,), top_p),
             torch.full((n,), min_p),
         )
         uniforms = torch.linspace(0, 1, n, dtype=torch.float64).clamp(max=1 - 2**-53)
-        drawn = truncation.draw(row.expand(n, -1), how, uniforms).tolist()
+        drawn = draw(row.expand(n, -1), how, uniforms).tolist()
         assert set(drawn) <= kept
         assert drawn[0] == min(kept)
         assert drawn[-1] == max(kept)
@@ -190,26 +199,18 @@ def test_penalties_against_plain_arithmetic(logits: torch.Tensor) -> None:
         output += tokens
 
 
-def test_penalties_leave_the_given_logits_alone(logits: torch.Tensor) -> None:
-    before = logits.clone()
-    sampler_with(SamplingParams(repetition_penalty=2.0, min_tokens=5, end_ids=(4,))).sample(
-        logits[:1], ["0"], [3]
-    )
-    assert torch.equal(logits, before)
-
-
 def test_min_tokens_hides_the_end_until_then() -> None:
     row = torch.zeros(1, VOCAB)
     row[0, 7], row[0, 9] = 5.0, 4.0
     sampler = sampler_with(SamplingParams(min_tokens=2, end_ids=(7,)))
-    chosen = [sampler.sample(row, ["0"], [position])[0][0] for position in (3, 4, 5)]
+    chosen = [sampler.sample(row.clone(), ["0"], [position])[0][0] for position in (3, 4, 5)]
     assert chosen == [9, 9, 7]
 
 
 def test_logprobs_are_the_models_own(logits: torch.Tensor) -> None:
     asked = SamplingParams(temperature=0.5, top_k=2, logprobs=3, seed=2, repetition_penalty=1.5)
     sampler = sampler_with(asked, SamplingParams(), SamplingParams(logprobs=0))
-    tokens, logprobs = sampler.sample(logits[:3], ["0", "1", "2"], [3, 3, 3])
+    tokens, logprobs = sampler.sample(logits[:3].clone(), ["0", "1", "2"], [3, 3, 3])
     table = logits[0].log_softmax(-1)
     first, second, third = logprobs
     assert isinstance(first, TokenLogprobs)
@@ -271,3 +272,35 @@ def test_uniform_is_even_and_spread() -> None:
 def test_parameters_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}".replace("+", r"\+")):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_argmax_takes_the_first_of_equal_logits() -> None:
+    rows = torch.zeros(3, 37)
+    rows[0, 20:] = 1
+    rows[1, 36] = 2
+    assert sampling.argmax(rows).tolist() == [20, 36, 0]
+    wide = torch.randn(5, 80)
+    assert sampling.argmax(wide[:, :67]).tolist() == wide[:, :67].argmax(-1).tolist()
+    assert sampling.argmax(torch.zeros(0, 7)).tolist() == []
+
+
+def test_ties_at_a_limit_go_to_the_lower_ids() -> None:
+    row = torch.zeros(1, 100)
+    n = 50
+    how = Truncation(torch.ones(n), torch.full((n,), 3), torch.ones(n), torch.zeros(n))
+    uniforms = torch.linspace(0, 0.999, n, dtype=torch.float64)
+    assert set(sampling.draw(row.expand(n, -1), how, uniforms).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-6, 1e-3])
+def test_next_to_no_temperature_is_greedy(logits: torch.Tensor, temperature: float) -> None:
+    want = int(logits[0].argmax())
+    for limits in ({}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.3}):
+        for draw in DRAWS:
+            params = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **limits}
+            how = Truncation(
+                torch.tensor([temperature]),
+                *(torch.tensor([params[name]]) for name in ("top_k", "top_p", "min_p")),
+            )
+            uniforms = torch.tensor([0.7], dtype=torch.float64)
+            assert draw(logits[:1], how, uniforms).tolist() == [want]

@@ -7,25 +7,56 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from distserve.worker.rng import uniform
 from distserve.worker.step import Joining, SamplingParams, TokenLogprobs
-from distserve.worker.truncation import Truncation, draw
+from distserve_kernels.sampling import argmax, draw
+from distserve_kernels.sampling_reference import Truncation
 
 
-@dataclass(slots=True)
+class TokenCounts:
+    """The distinct tokens of prompt and output, and how often each is in the output: what penalties depend
+    on.
+    """
+
+    def __init__(self, tokens: Sequence[int], prompt_len: int, device: torch.device) -> None:
+        self._place: dict[int, int] = {}
+        self._ids = np.zeros(64, dtype=np.int64)
+        self._counts = np.zeros(64, dtype=np.float32)
+        self._device = device
+        for i, token in enumerate(tokens):
+            self.add(token, 1 if i >= prompt_len else 0)
+
+    def add(self, token: int, times: int = 1) -> None:
+        """Notes a token; `times` 0: one of the prompt."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += times
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Ids int64 [m] and counts fp32 [m]. Valid until the next `add`."""
+        m = len(self._place)
+        ids, counts = torch.from_numpy(self._ids[:m]), torch.from_numpy(self._counts[:m])
+        return ids.to(self._device), counts.to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What the choices of one sequence depend on. The tensors exist only where penalties ask for them."""
+    """What the choices of one sequence depend on; `seen` exists only where penalties ask for it."""
 
     params: SamplingParams
     prompt_len: int
-    seen: Tensor | None = None  # bool [V]: in prompt or output
-    counts: Tensor | None = None  # fp32 [V]: times in the output
+    seen: TokenCounts | None
 
 
 class Sampler:
@@ -42,13 +73,9 @@ class Sampler:
 
     def join(self, joining: Joining) -> None:
         """Makes a sequence known; one of that key that is known already is replaced."""
-        state = SequenceState(joining.params, joining.prompt_len)
-        if joining.params.penalised:
-            tokens = torch.tensor(joining.tokens, dtype=torch.long, device=self._device)
-            state.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            state.seen[tokens] = True
-            state.counts = torch.bincount(tokens[joining.prompt_len :], minlength=self._vocab_size).float()
-        self._states[joining.key] = state
+        params, length = joining.params, joining.prompt_len
+        seen = TokenCounts(joining.tokens, length, self._device) if params.penalised else None
+        self._states[joining.key] = SequenceState(params, length, seen)
         self._truncation = None
 
     def leave(self, key: str) -> None:
@@ -58,49 +85,43 @@ class Sampler:
     def sample(
         self, logits: Tensor, keys: Sequence[str], positions: Sequence[int]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One token per row of logits [n, V]. `positions[i]` is the place of the new token of sequence
-        `keys[i]`.
+        """One token per row of logits [n, V], which may be overwritten.
 
-        Raises `KeyError` for a sequence that has not joined.
+        `positions[i]` is the place of the new token of sequence `keys[i]`. Raises `KeyError` for a sequence
+        that has not joined.
         """
         states = [self._states[key] for key in keys]
         if all(state.params.plain_greedy for state in states):
-            tokens: list[int] = logits.argmax(-1).tolist()
+            tokens: list[int] = argmax(logits).tolist()
             return tokens, [None] * len(tokens)
         logits = logits.float()
-        adjusted = self._adjust(logits, states, positions)
-        chosen = adjusted.argmax(-1)
+        tables = {
+            i: log_softmax(logits[i], -1) for i, s in enumerate(states) if s.params.logprobs is not None
+        }
+        self._adjust(logits, states, positions)
+        chosen = argmax(logits)
         random = [i for i, state in enumerate(states) if state.params.temperature > 0]
         if random:
             rows = torch.tensor(random, device=self._device)
             how = self._parameters(tuple(keys[i] for i in random))
             draws = [uniform(states[i].params.seed, positions[i]) for i in random]
             uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
-            part = adjusted if len(random) == len(states) else adjusted[rows]
+            part = logits if len(random) == len(states) else logits[rows]
             chosen[rows] = draw(part, how, uniforms)
         tokens = chosen.tolist()
         for state, token in zip(states, tokens, strict=True):
-            if state.seen is not None and state.counts is not None:
-                state.seen[token] = True
-                state.counts[token] += 1
-        return tokens, _logprobs(logits, states, tokens)
+            if state.seen is not None:
+                state.seen.add(token)
+        return tokens, _logprobs(tables, states, tokens)
 
-    def _adjust(self, logits: Tensor, states: Sequence[SequenceState], positions: Sequence[int]) -> Tensor:
-        """Logits after penalties and min_tokens; the rows given are left as they are."""
-        adjusted = logits
-        for i, (state, position) in enumerate(zip(states, positions, strict=True)):
+    def _adjust(self, logits: Tensor, states: Sequence[SequenceState], positions: Sequence[int]) -> None:
+        """Penalties and min_tokens, in place."""
+        for row, state, position in zip(logits, states, positions, strict=True):
             params = state.params
-            early = position - state.prompt_len < params.min_tokens and bool(params.end_ids)
-            if not early and state.seen is None:
-                continue
-            if adjusted is logits:
-                adjusted = logits.clone()
-            row = adjusted[i]
-            if state.seen is not None and state.counts is not None:
-                penalise(row, params, state.seen, state.counts)
-            if early:
+            if state.seen is not None:
+                penalise(row, params, *state.seen.tensors())
+            if params.end_ids and position - state.prompt_len < params.min_tokens:
                 row[[t for t in params.end_ids if t < self._vocab_size]] = -torch.inf
-        return adjusted
 
     def _parameters(self, keys: tuple[str, ...]) -> Truncation:
         """Tensors of the rows' parameters, kept from step to step while the batch stays the same."""
@@ -119,33 +140,28 @@ class Sampler:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
-def penalise(row: Tensor, params: SamplingParams, seen: Tensor, counts: Tensor) -> None:
-    """Applies the penalties to one row [V] in place.
+def penalise(row: Tensor, params: SamplingParams, ids: Tensor, counts: Tensor) -> None:
+    """Applies the penalties to one row [V] in place; `ids` [m] are the tokens so far, `counts` [m] those of
+    the output.
 
     Repetition (CTRL, arXiv 1909.05858): logits of tokens in prompt or output are divided by it if positive,
     multiplied if negative. Frequency and presence (OpenAI): subtracted per occurrence, and once, for tokens
     of the output.
     """
+    values = row[ids]
     if params.repetition_penalty != 1.0:
         factor = params.repetition_penalty
-        row.copy_(torch.where(seen, torch.where(row > 0, row / factor, row * factor), row))
-    if params.frequency_penalty or params.presence_penalty:
-        row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        values = torch.where(values > 0, values / factor, values * factor)
+    values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    row[ids] = values
 
 
 def _logprobs(
-    logits: Tensor, states: Sequence[SequenceState], tokens: Sequence[int]
+    tables: Mapping[int, Tensor], states: Sequence[SequenceState], tokens: Sequence[int]
 ) -> list[TokenLogprobs | None]:
-    """For the rows that ask for them, of the logits as the model gave them."""
+    """For the rows that ask for them; `tables` has these rows' log-probabilities as the model gave them."""
     out: list[TokenLogprobs | None] = [None] * len(tokens)
-    rows = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-    if not rows:
-        return out
-    table = logits[rows].log_softmax(-1)
-    width = max(states[i].params.logprobs or 0 for i in rows)
-    top_values, top_ids = (t.tolist() for t in table.topk(width, dim=-1))
-    for j, i in enumerate(rows):
-        n = states[i].params.logprobs or 0
-        chosen = float(table[j, tokens[i]])
-        out[i] = TokenLogprobs(chosen, tuple(top_ids[j][:n]), tuple(top_values[j][:n]))
+    for i, table in tables.items():
+        values, ids = table.topk(states[i].params.logprobs or 0)
+        out[i] = TokenLogprobs(float(table[tokens[i]]), tuple(ids.tolist()), tuple(values.tolist()))
     return out

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+COLDEST = 1e-6  # a lower temperature leaves the arg max anyway, and would overflow
 CANDIDATES = 256  # top-p looks at this many tokens first, and at all only where they are not enough
 
 
@@ -38,7 +39,7 @@ class Truncation:
 
 def draw(logits: Tensor, how: Truncation, uniforms: Tensor) -> Tensor:
     """Token ids [n] from logits [n, V] (fp32) and uniforms [n] (fp64) in [0, 1)."""
-    scores = logits / how.temperature.unsqueeze(1)
+    scores = logits / how.temperature.clamp(min=COLDEST).unsqueeze(1)
     if not how.ranked:
         if not how.bare:
             scores = _apply_min_p(scores, scores.amax(1, keepdim=True), how.min_p)
