@@ -309,13 +309,14 @@ def test_other_machines_are_reached_with_a_secret_only(decode: Decode) -> None:
     assert reason(decode.pull(handle, [1])[0]) == "no_secret"
 
 
+@pytest.mark.parametrize("target", ["distserve.transfer.memory._map", "os.memfd_create"])
 def test_memory_that_cannot_be_shared_gives_way_to_gloo(
-    instance: Instance, monkeypatch: pytest.MonkeyPatch
+    instance: Instance, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     def fails(*args: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("distserve.transfer.memory._map", fails)
+    monkeypatch.setattr(target, fails)
     decode = Decode(Shape())
     try:
         decode.pull(instance.lease([1, 2]), [1, 2])[0].result(15)

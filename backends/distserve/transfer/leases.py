@@ -138,6 +138,12 @@ class LeaseTable:
             out, self._released = self._released, []
         return out
 
+    def outcome(self, request_id: str) -> Outcome | None:
+        """How a lease has ended; None if it has not, or so long ago that it is forgotten."""
+        with self._lock:
+            lease = self._leases.get(request_id)
+            return lease.ended if lease is not None else self._gone.get(request_id)
+
     @property
     def live(self) -> int:
         """Leases whose blocks have not been reported by `released`."""

@@ -87,20 +87,25 @@ class MemoryChannel:
 
 
 def offer(control: Control, lane_bytes: int, deadline: float) -> MemoryChannel | None:
-    """The source's end: makes the memory. None if the puller cannot map it."""
+    """The source's end: makes the memory. None if that cannot be done, or the puller cannot map it."""
     token = secrets.token_bytes(TOKEN_BYTES)
     size = ALIGNMENT + LANES * -(-lane_bytes // ALIGNMENT) * ALIGNMENT
-    fd = os.memfd_create("kv-pair", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    memory, fd = None, -1
     try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        memory = mmap.mmap(fd, size)
-        memory[:TOKEN_BYTES] = token
+        with contextlib.suppress(OSError):
+            fd = os.memfd_create("kv-pair", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            memory = mmap.mmap(fd, size)
+            memory[:TOKEN_BYTES] = token
         control.send({"op": "memory", "pid": os.getpid(), "fd": fd, "bytes": size, "token": token}, deadline)
         answer = control.recv(deadline)
     finally:
-        os.close(fd)
-    return MemoryChannel(control, memory, is_source=True) if answer.get("ok") is True else None
+        if fd >= 0:
+            os.close(fd)
+    if memory is None or answer.get("ok") is not True:
+        return None
+    return MemoryChannel(control, memory, is_source=True)
 
 
 def attach(control: Control, lane_bytes: int, deadline: float) -> MemoryChannel | None:
@@ -123,7 +128,7 @@ def attach(control: Control, lane_bytes: int, deadline: float) -> MemoryChannel 
 
 def _map(pid: int, fd: int, size: int) -> mmap.mmap:
     """Raises `OSError` or `ValueError` if it is not a memory of this size that stays this large."""
-    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ValueError("the memory could shrink")
