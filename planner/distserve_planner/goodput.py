@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,20 +52,27 @@ class Requests:
 
     __slots__ = ("inputs", "max_tokens", "mean_input", "mean_output", "mean_square", "outputs", "times")
 
-    def __init__(self, trace: Trace, max_tokens: int | None = None) -> None:
-        """trace: at any rate. max_tokens: what clients allow; default: what each request will generate."""
+    def __init__(self, trace: Trace) -> None:
+        """trace: at any rate. Clients allow what each request will generate, see `allowing`."""
         gaps = trace.at_rate(1.0).arrival_s if len(trace) > 1 else trace.arrival_s
         self.times = np.asarray(gaps, np.float64)
         self.inputs: list[int] = trace.input_tokens.tolist()
         self.outputs: list[int] = trace.output_tokens.tolist()
-        allowed = trace.output_tokens if max_tokens is None else np.maximum(trace.output_tokens, max_tokens)
-        self.max_tokens: list[int] = allowed.tolist()
+        self.max_tokens = self.outputs
         self.mean_input = float(trace.input_tokens.mean())
         self.mean_output = float(trace.output_tokens.mean())
         self.mean_square = float((trace.input_tokens.astype(float) ** 2).mean())
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def allowing(self, max_tokens: int | None) -> Requests:
+        """The same requests, whose clients allow `max_tokens` (None: what each will generate)."""
+        if max_tokens is None:
+            return self
+        other = copy(self)
+        other.max_tokens = [max(output, max_tokens) for output in self.outputs]
+        return other
 
     def simulation(self, system: SystemSpec, rate: float, count: int) -> Simulation:
         """The first `count` requests at `rate` per second."""

@@ -1,0 +1,144 @@
+"""From a search's winner to the placement file that `planner generate` renders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from distserve.core.config import Dtype
+from distserve.core.parsing import ConfigError
+from distserve_planner.placement_file import PLACEMENT_SCHEMA, InstancePlan, NodePlan, Placement
+from distserve_planner.search.assignment import Placed
+from distserve_planner.search.deployment import Deployment
+from distserve_planner.search.diagnosis import Diagnosis
+from distserve_planner.search.problem import Problem
+from distserve_planner.search.result import SearchResult
+
+
+def placement_of(
+    problem: Problem, result: SearchResult, model: str, workload: str, grpc_port: int | None = None
+) -> Placement:
+    """The winner on its devices, with the limits that were simulated and what was predicted.
+
+    model: a folder or cache:NAME, as the engines will find it. grpc_port: of the tritonserver of each node
+    but the first, where there are several. Raises `ConfigError` if an instance would span nodes: the runtime
+    keeps an instance on one.
+    """
+    deployment = result.winner.deployment
+    spread = [p for p in result.placed if len(p.nodes) > 1]
+    if spread:
+        names = ", ".join(problem.cluster.nodes[n].name for n in spread[0].nodes)
+        raise ConfigError(
+            f"{spread[0].role}_{spread[0].index} (tp={spread[0].shape.tp}, pp={spread[0].shape.pp}) lies on "
+            f"{names}; a placement file describes instances of one node each. Search nodes one at a time "
+            "(--nodes 1) for a placement that can be served"
+        )
+    used = sorted({node for placed in result.placed for node in placed.nodes})
+    nodes = tuple(
+        NodePlan(problem.cluster.nodes[n].name, problem.cluster.nodes[n].host, grpc_port if i else None)
+        for i, n in enumerate(used)
+    )
+    instances = tuple(_instance(problem, deployment, placed) for placed in result.placed)
+    return Placement(
+        PLACEMENT_SCHEMA,
+        model,
+        instances,
+        cast(Dtype, problem.latency.dtype),
+        problem.assumptions.block_size,
+        nodes,
+        predicted=predicted(problem, result, workload),
+    )
+
+
+def _instance(problem: Problem, deployment: Deployment, placed: Placed) -> InstancePlan:
+    spec = problem.instance(
+        placed.shape,
+        cross_hops=placed.cross_hops,
+        unified=placed.role == "unified",
+        chunk_tokens=deployment.chunk_tokens,
+    )
+    limits: dict[str, Any] = {
+        "num_blocks": spec.num_blocks,
+        "max_batch_size": spec.limits.max_batch_size,
+        "max_batch_tokens": spec.limits.max_batch_tokens,
+    }
+    if placed.role != "prefill" and spec.limits.reserve_tokens != 0:
+        limits["reserve_tokens"] = spec.limits.reserve_tokens
+    if placed.role == "unified":
+        limits["policy"] = deployment.policy
+        if deployment.policy == "chunked_prefill":
+            limits["chunk_tokens"] = spec.limits.chunk_tokens
+    return InstancePlan(
+        placed.role,
+        tuple(
+            f"{problem.cluster.device_kind}:{device}" for _, devices in placed.stages for device in devices
+        ),
+        node=problem.cluster.nodes[placed.nodes[0]].name,
+        tp=placed.shape.tp,
+        pp=placed.shape.pp,
+        limits=limits,
+    )
+
+
+def predicted(problem: Problem, result: SearchResult, workload: str) -> dict[str, Any]:
+    """What the search expects, for people and for comparing with what is measured."""
+    slo, look = problem.slo, result.diagnosis
+    out: dict[str, Any] = {
+        "placement": str(result.winner.deployment),
+        "objective": result.objective.kind,
+        "figure": result.winner.figure,
+        "workload": workload,
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "attainment": slo.attainment},
+    }
+    if look is not None:
+        out |= {"rate_rps": _short(look.rate), **figures(look)}
+    return out
+
+
+def figures(look: Diagnosis) -> dict[str, Any]:
+    """Attainment, percentiles, stages and usage of one simulated rate, rounded."""
+    seen = look.attainment
+    return {
+        "attainment": {
+            "both": _short(seen.both),
+            "interval": [_short(seen.low), _short(seen.high)],
+            "ttft": _short(seen.ttft),
+            "tpot": _short(seen.tpot),
+            "requests": seen.requests,
+        },
+        "ttft_s": {f"p{p}": _short(v) for p, v in look.ttft_s.items()},
+        "tpot_s": {f"p{p}": _short(v) for p, v in look.tpot_s.items()},
+        "stages_s": {name: _short(v) for name, v in look.stages_s.items()},
+        "usage": {
+            name: _short(v)
+            for name in (
+                "prefill_device",
+                "decode_device",
+                "unified_device",
+                "prefill_kv",
+                "decode_kv",
+                "link",
+            )
+            if (v := getattr(look.usage, name)) is not None
+        },
+        "preemptions": look.preemptions,
+        "refused": look.refused,
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def nodes_and_devices(problem: Problem, placed: Sequence[Placed]) -> list[dict[str, Any]]:
+    """Each instance with the node and device ids of its stages."""
+    cluster = problem.cluster
+    return [
+        {
+            "instance": f"{p.role}_{p.index}",
+            "tp": p.shape.tp,
+            "pp": p.shape.pp,
+            "stages": [{"node": cluster.nodes[node].name, "devices": list(ids)} for node, ids in p.stages],
+        }
+        for p in placed
+    ]
