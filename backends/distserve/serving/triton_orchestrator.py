@@ -7,6 +7,7 @@ starts with the first request, because Triton refuses BLS before that.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import gc
 import json
@@ -88,7 +89,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         if self._orchestrator is not None:
             stopping = asyncio.run_coroutine_threadsafe(self._orchestrator.stop(), self._loop)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(concurrent.futures.TimeoutError):
                 stopping.result(self._config.drain_s + 10.0)
         self._ending.set()
         self._watcher.join(2.0)

@@ -1,0 +1,148 @@
+"""Instances that die, hang or move while clients stream from a real tritonserver: the text goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import Deployment, deployed
+
+from distserve_tools.client import Chunk, Client, Completion, RequestError, gather
+from distserve_tools.processes import descendants
+from model_zoo import CONTEXT, Zoo, prompt
+
+LENGTH = 20
+STREAMS = 12
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": CONTEXT - LENGTH - 1}
+
+
+@pytest.fixture(scope="module")
+def pair(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """1 prefill + 2 decode instances."""
+    instances = ({"role": "prefill"}, {"role": "decode"}, {"role": "decode"})
+    with deployed(tmp_path_factory.mktemp("failures"), zoo("llama"), instances) as deployment:
+        yield deployment
+
+
+def engine_pid(deployment: Deployment, instance: str) -> int:
+    """The child of the stub whose arguments have the instance's model folder."""
+    for stub in descendants(deployment.server.pid):
+        if f"/{instance}/" in _arguments(stub.pid) and "backend_stub" in _arguments(stub.pid):
+            return next(c.pid for c in descendants(stub.pid) if "distserve.engine" in _arguments(c.pid))
+    raise AssertionError(f"no stub of {instance}")
+
+
+def _arguments(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def reference(deployment: Deployment) -> list[tuple[int, ...]]:
+    return [deployment.client.complete(prompt(LENGTH, seed=i), **GREEDY).token_ids for i in range(STREAMS)]
+
+
+def all_usable(deployment: Deployment) -> None:
+    end = time.monotonic() + 60.0
+    while not all(entry["usable"] for entry in deployment.status()["instances"]):
+        assert time.monotonic() < end, deployment.status()["instances"]
+        time.sleep(0.1)
+
+
+@contextmanager
+def streams(deployment: Deployment) -> Iterator[list[Future[Completion]]]:
+    """Streams under way: one of them has just got its third token when the block begins."""
+    under_way = threading.Event()
+
+    def follow(i: int) -> Completion:
+        def watched() -> Iterator[Chunk]:
+            for n, chunk in enumerate(deployment.client.stream(prompt(LENGTH, seed=i), **GREEDY)):
+                if n == 2:
+                    under_way.set()
+                yield chunk
+
+        return gather(watched(), time.monotonic())
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        calls = [pool.submit(follow, i) for i in range(STREAMS)]
+        assert under_way.wait(30.0), "the streams did not begin"
+        yield calls
+
+
+def test_a_killed_decode_engine_is_continued_elsewhere(pair: Deployment) -> None:
+    expected, pid = reference(pair), engine_pid(pair, "decode_0")
+    with streams(pair) as calls:
+        os.kill(pid, signal.SIGKILL)
+        answers = [call.result() for call in calls]
+    assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.stage_times["recoveries"] for answer in answers) > 0
+    all_usable(pair)
+    pair.wait_idle()
+
+
+def test_a_silent_decode_engine_is_continued_elsewhere(pair: Deployment) -> None:
+    expected, pid = reference(pair), engine_pid(pair, "decode_1")
+    began = time.monotonic()
+    with streams(pair) as calls:
+        os.kill(pid, signal.SIGSTOP)
+        answers = [call.result() for call in calls]
+    assert time.monotonic() - began < 20.0
+    os.kill(pid, signal.SIGCONT)
+    assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.stage_times["recoveries"] for answer in answers) > 0
+    all_usable(pair)
+    pair.wait_idle()
+
+
+def test_a_killed_prefill_engine_comes_back(pair: Deployment) -> None:
+    expected, pid = reference(pair), engine_pid(pair, "prefill_0")
+    with streams(pair) as calls:
+        os.kill(pid, signal.SIGKILL)
+        answers = [call.result() for call in calls]
+    assert [answer.token_ids for answer in answers] == expected
+    all_usable(pair)
+    assert pair.client.complete(prompt(LENGTH, seed=0), **GREEDY).token_ids == expected[0]
+    pair.wait_idle()
+
+
+def test_an_instance_of_another_server_is_reached_over_grpc(pair: Deployment) -> None:
+    """The other server is this one, seen from outside."""
+    expected = pair.client.complete(prompt(LENGTH), **GREEDY).token_ids
+    for name in ("decode_0", "decode_1"):
+        pair.client.control("drain", instance=name)
+        _until(lambda name=name: _drained(pair.client, name))  # type: ignore[misc]
+        pair.client.control("drain", instance=name, remove=True)
+    far = {"name": "far", "role": "decode", "address": pair.server.grpc_url, "model": "decode_0"}
+    assert pair.client.control("attach", instance=far)["up"] is True
+    answer = pair.client.complete(prompt(LENGTH), **GREEDY)
+    assert answer.token_ids == expected
+    assert answer.stage_times["decode_instance"] == "far"
+    pair.client.control("drain", instance="far")
+    _until(lambda: _drained(pair.client, "far"))
+    pair.client.control("drain", instance="far", remove=True)
+    with pytest.raises(RequestError, match="UNAVAILABLE"):
+        pair.client.complete(prompt(LENGTH), **GREEDY)
+    for name in ("decode_0", "decode_1"):
+        assert pair.client.control("attach", instance={"name": name, "role": "decode"})["up"] is True
+    assert pair.client.complete(prompt(LENGTH), **GREEDY).token_ids == expected
+    pair.wait_idle()
+
+
+def _drained(client: Client, name: str) -> bool:
+    entries = client.control("status")["instances"]
+    return any(entry["instance"] == name and entry["drained"] for entry in entries)
+
+
+def _until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
