@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,13 +104,15 @@ class ResponseFormat:
             "text_offset": [],
         }
 
-    def _token(self, token: int, entry: dict[str, Any]) -> dict[str, Any]:
-        def describe(token_id: int, logprob: float) -> dict[str, Any]:
-            text = self._token_text(token_id)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _token(self, token: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """`entry`: as vLLM has it, token id -> logprob and text, the chosen token among them."""
 
-        top = [describe(i, p) for i, p in zip(entry["top_ids"], entry["top_logprobs"], strict=True)]
-        return {**describe(token, entry["logprob"]), "top_logprobs": top}
+        def describe(token_id: str) -> dict[str, Any]:
+            text = self._token_text(int(token_id))
+            return {"token": text, "logprob": entry[token_id]["logprob"], "bytes": list(text.encode())}
+
+        ranked = [token_id for token_id, value in entry.items() if value["rank"] is not None]
+        return {**describe(str(token)), "top_logprobs": [describe(token_id) for token_id in ranked]}
 
 
 def usage(choices: Sequence[Choice], prompt_tokens: int) -> dict[str, int]:
