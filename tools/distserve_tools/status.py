@@ -20,11 +20,11 @@ from distserve.core.parsing import ConfigError
 from distserve_tools.client import Client, RequestError
 
 _COLUMNS = (
-    ("running", "running"),
-    ("queued", "queued"),
+    ("run", "running"),
+    ("queue", "queued"),
     ("tokens", "queued_tokens"),
-    ("leases", "leases"),
-    ("pulls", "transfers_pending"),
+    ("lease", "leases"),
+    ("pull", "transfers_pending"),
     ("preempt", "preemptions"),
     ("restart", "restarts"),
 )
@@ -68,7 +68,7 @@ def status_table(status: dict[str, Any]) -> RenderableType:
     """A line of totals and a table with a row per instance."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("instance", "role", "state", "KV blocks"):
-        table.add_column(name, no_wrap=name != "state")
+        table.add_column(name, no_wrap=name != "state", min_width=8 if name == "state" else None)
     for label, _ in _COLUMNS:
         table.add_column(label, justify="right", no_wrap=True)
     for entry in status["instances"]:
