@@ -95,8 +95,10 @@ def _draw_bars(axes: Any, data: Ablation, vllm: float) -> None:
     axes.barh(range(len(bars)), [b.goodput for b in bars], color=[colour(b.role) for b in bars], height=0.62)
     for i, bar in enumerate(bars):
         ratio = f"  ({bar.goodput / vllm:.2f}×)" if vllm else ""
-        text = f" {bar.goodput:.3g}{ratio}" if bar.goodput else " at no rate"
-        axes.text(bar.goodput, i, text, va="center", color=colour("ink"), fontsize=9)
+        axes.annotate(
+            f"{bar.goodput:.3g}{ratio}" if bar.goodput else "at no rate", (bar.goodput, i), xytext=(5, 0),
+            textcoords="offset points", va="center", color=colour("ink"), fontsize=9,
+        )  # fmt: skip
     axes.set_yticks(range(len(bars)), [b.label for b in bars])
     axes.set(
         xlabel="goodput (requests/s per device)",

@@ -12,7 +12,7 @@ from distserve_planner.report.effort import Effort
 from distserve_planner.report.parallel import map_tasks
 from distserve_planner.report.points import Point, Swept, point_tasks, rate_grid, simulator
 from distserve_planner.report.section import Panel, Section, table
-from distserve_planner.report.style import colour
+from distserve_planner.report.style import colour, legend_above
 from distserve_planner.report.systems import Case, System
 from distserve_planner.report.text import Done, factor, per_device
 from distserve_planner.search.deployment import Deployment
@@ -97,23 +97,22 @@ def crossing(xs: tuple[float, ...], shares: tuple[float, ...], target: float) ->
 def curves_section(data: AttainmentCurves) -> Section:
     """The section of the page."""
     first, *others = data.ranked
-    colocated = next((s for s in data.ranked if s.role in ("best", "vllm", "chunked")), None)
     reading = (
-        f"Left, the further right a curve stays above the dashed {100 * data.attainment:g} % line, the "
-        f"better: {first.label} serves {per_device(first.goodput)}"
+        f"Against rate, the further right a curve stays above the dashed {100 * data.attainment:g} % line, "
+        f"the better: {first.label} serves {per_device(first.goodput)}"
     )
-    if others:
-        reading += ", " + ", ".join(f"{s.label} {s.goodput:.3g}" for s in others)
+    reading += "".join(f", {s.label} {s.goodput:.3g}" if s.goodput else f", {s.label} none" for s in others)
+    colocated = next((s for s in data.ranked if s.role in ("best", "vllm", "chunked")), None)
+    if colocated is not None and first.role in ("high", "low") and colocated.goodput > 0:
+        reading += f"; that is {factor(first.goodput, colocated.goodput)} the rate of {colocated.label}"
     reading += (
-        f". Right, at {per_device(data.scale_rate)}, both objectives are multiplied by the scale; a curve "
+        f". Against scale, at {per_device(data.scale_rate)}, both objectives are multiplied by it; a curve "
         "that reaches the dashed line further right holds under tighter objectives"
     )
     tight = [(scale, s.label) for s in data.swept if (scale := data.tightest[s.role]) is not None]
     if tight:
         reading += ": " + ", ".join(f"{label} down to {scale:.2f}" for scale, label in sorted(tight))
     reading += "."
-    if colocated is not None and first.role in ("high", "low") and colocated.goodput > 0:
-        reading += f" Against {colocated.label} that is {factor(first.goodput, colocated.goodput)} the rate."
     basis = (
         "Predicted by simulation, both objectives met together; bars are 95 % intervals. Beyond a system's "
         "goodput its queue keeps growing, so there the attainment also depends on how long the run is. All "
@@ -169,11 +168,10 @@ def draw_rates(axes: Any, data: AttainmentCurves, swept: tuple[Swept, ...]) -> N
     axes.set(
         xlabel="rate (requests/s per device)",
         ylabel="SLO attainment (%)",
-        ylim=(-3, 106),
-        title=f"TTFT ≤ {seconds(data.ttft_s)}, TPOT ≤ {seconds(data.tpot_s)}",
+        ylim=(-3, 104),
     )
     axes.set_xlim(left=0)
-    axes.legend(loc="lower left")
+    legend_above(axes, f"TTFT ≤ {seconds(data.ttft_s)}, TPOT ≤ {seconds(data.tpot_s)}")
 
 
 def _draw_scales(axes: Any, data: AttainmentCurves) -> None:
@@ -187,15 +185,14 @@ def _draw_scales(axes: Any, data: AttainmentCurves) -> None:
     axes.set(
         xscale="log",
         xlabel="SLO scale (tighter to the right)",
-        ylim=(-3, 106),
+        ylim=(-3, 104),
         ylabel="SLO attainment (%)",
-        title=f"at {data.scale_rate:.3g} requests/s per device",
     )
     ticks = (4, 2, 1, 0.5, 0.25)
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
     axes.set_xlim(max(data.scales), min(data.scales))
-    axes.legend(loc="lower left")
+    legend_above(axes, f"at {data.scale_rate:.3g} requests/s per device")
 
 
 def target_line(axes: Any, attainment: float) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from distserve_planner.report.attainment_curves import AttainmentCurves
 from distserve_planner.report.points import TRANSFER_PERCENTILES, Swept
 from distserve_planner.report.section import Panel, Section, missing, table
-from distserve_planner.report.style import colour
+from distserve_planner.report.style import colour, legend_above
 from distserve_planner.report.systems import Case
 from distserve_planner.simulator.records import STAGES
 from distserve_planner.slo import seconds
@@ -115,11 +115,7 @@ def _draw_stages(axes: Any, data: Breakdown) -> None:
     axes.set_xticks(places, labels)
     axes.set(xlabel="rate (requests/s per device)", ylabel="share of the mean latency (%)", ylim=(0, 100))
     axes.grid(axis="x", visible=False)
-    axes.set_title(data.label, pad=26)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.04, 0.99), ncols=3, columnspacing=1, handlelength=1, fontsize=8,
-        labelspacing=0.2,
-    )  # fmt: skip
+    legend_above(axes, data.label)
 
 
 def _draw_first(axes: Any, data: Breakdown) -> None:
@@ -130,10 +126,9 @@ def _draw_first(axes: Any, data: Breakdown) -> None:
         axes.bar(places, heights, bottom=bottom, width=0.74, color=colour(f"stage{i}"), label=stage)
         bottom += heights
     axes.set_xticks(places, [f"{rate:.2g}" for rate in data.rates])
-    axes.set(xlabel="rate (requests/s per device)", ylabel="mean (ms)", title="without decode")
-    axes.set_ylim(0, 1.4 * float(bottom.max()))
+    axes.set(xlabel="rate (requests/s per device)", ylabel="mean (ms)")
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper left", ncols=2, columnspacing=1, handlelength=1, labelspacing=0.2)
+    legend_above(axes, f"{data.label} without decode")
 
 
 def _draw_transfer(axes: Any, data: Breakdown) -> None:

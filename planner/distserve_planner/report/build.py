@@ -21,7 +21,7 @@ from distserve_planner.report.ratio import ratio, ratio_section
 from distserve_planner.report.scaling import scaling, scaling_section
 from distserve_planner.report.search_time import search_time, search_time_section
 from distserve_planner.report.section import Section
-from distserve_planner.report.style import drawing, new_figure, save_png, svg_text
+from distserve_planner.report.style import drawing, new_figure, save_png, settle, svg_text
 from distserve_planner.report.systems import Case
 from distserve_planner.report.throughput import throughput_section
 from distserve_planner.search.deployment import Deployment
@@ -108,6 +108,7 @@ def draw(
             for panel in section.panels:
                 figure, axes = new_figure(panel.size)
                 panel.draw(axes)
+                settle(figure)
                 name = f"{section.key}-{panel.name}"
                 save_png(figure, folder / f"{name}.png")
                 drawn[section.key, panel.name] = svg_text(figure, name)

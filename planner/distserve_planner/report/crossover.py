@@ -21,6 +21,7 @@ from distserve_planner.queueing import (
 from distserve_planner.report.effort import Effort
 from distserve_planner.report.section import Panel, Section, missing, table
 from distserve_planner.report.style import colour
+from distserve_planner.search.candidates import tp_degrees
 from distserve_planner.search.problem import Problem
 from distserve_planner.simulator.spec import InstanceSpec, SystemSpec
 from distserve_planner.simulator.system import Simulation
@@ -73,6 +74,8 @@ class Crossover:
 
 def crossover(problem: Problem, effort: Effort) -> Crossover:
     """Raises `ConfigError` if the model cannot be split in two."""
+    if 2 not in tp_degrees(problem.model, 2, "all"):
+        raise ConfigError(f"num_heads={problem.model.num_heads}: cannot be divided by tp=2")
     tokens = min(PROMPT, problem.model.max_context // 2)
     lone = _spec(problem, Shape(1, 1), tokens)
     tensor = _spec(problem, Shape(2, 1), tokens)
@@ -146,7 +149,7 @@ def crossover_section(problem: Problem, effort: Effort) -> Section:
     try:
         data = crossover(problem, effort)
     except ConfigError as error:
-        return missing("crossover", TITLE, PAPER, f"this model cannot be split over two devices: {error}")
+        return missing("crossover", TITLE, PAPER, f"this model cannot be split over two devices ({error})")
     if data.crossover is None:
         found = "tp = 2 is better at every rate"
     elif data.crossover == 0:
@@ -156,13 +159,13 @@ def crossover_section(problem: Problem, effort: Effort) -> Section:
     reading = (
         f"Mean TTFT of {data.prompt_tokens}-token prompts on two devices; one prompt takes D = "
         f"{seconds(data.service_s)} on one device, and tp = 2 makes it K = {data.speedup:.2f} times faster: "
-        f"{found}. Right, K decides: the worse tensor parallelism scales, the earlier the pipeline "
+        f"{found}. In general K decides: the worse tensor parallelism scales, the earlier the pipeline "
         "overtakes it (dots; at K = 2 it never does)."
     )
     basis = (
-        "Lines: Eq. 1 to 3 with D, K, Ds and Dm from the latency model (left; Ds includes the hop between "
-        "stages), and the idealised Eq. 2 and 3 (right). Dots: the simulator with one prompt per batch. "
-        "The paper's left figure is measured on A100."
+        "Lines: Eq. 1 to 3 with D, K, Ds and Dm from the latency model for this case (Ds includes the hop "
+        "between stages); the idealised Eq. 2 and 3 for the effect of K. Dots: the simulator with one "
+        "prompt per batch. The paper measured its Fig. 4a on A100s."
     )
     if data.predicted:
         basis += " One of the degrees is predicted from other degrees, not measured."

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distserve.core.parsing import ConfigError
 from distserve_planner.report.section import Panel, Section, table
 from distserve_planner.report.style import colour
+from distserve_planner.search.candidates import tp_degrees
 from distserve_planner.search.problem import Problem
 from distserve_planner.slo import seconds
 
@@ -37,16 +37,14 @@ class DecodeParallelism:
 
 def decode_parallelism(problem: Problem, batch: int = BATCH, context: int = CONTEXT) -> DecodeParallelism:
     """Closed forms of the latency model. Degrees that do not divide the model are left out."""
+    possible = tp_degrees(problem.model, DEVICES[-1], "all")
     tensor: list[tuple[int, float, float, bool]] = []
     pipeline: list[tuple[int, float, float, bool]] = []
     for devices in DEVICES:
         for found, tp, pp in ((tensor, devices, 1), (pipeline, 1, devices)):
-            if pp > problem.model.num_layers:
+            if tp not in possible or pp > problem.model.num_layers:
                 continue
-            try:
-                latency = problem.latency.instance(tp, pp, stage_link=problem.cluster.intra)
-            except ConfigError:
-                continue
+            latency = problem.latency.instance(tp, pp, stage_link=problem.cluster.intra)
             total = latency.decode_total_s(batch, batch * context)
             around = max(total, pp * latency.decode_stage_s(batch, batch * context))
             found.append((devices, around, pp * batch / around, latency.predicted))

@@ -34,7 +34,7 @@ def document(case: Case, sections: Sequence[Section], effort: str) -> dict[str, 
         "search": {
             "objective": plain(result.objective),
             "winner": _row(result.winner),
-            "rows": [_row(row) for row in result.rows],
+            "rows": [_row(row) for row in case.rows],
             "diagnosis": plain(result.diagnosis),
             "statistics": plain(result.statistics),
             "notes": list(result.notes),

@@ -220,20 +220,16 @@ def _draw_rates(axes: Any, lines: tuple[Latencies, ...], objective: float, name:
                 [line.limit] * 2, [0, 1000 * objective], color=colour(role), linestyle=":", linewidth=1.2
             )
     axes.axhline(1000 * objective, color=colour("limit"), linestyle=(0, (4, 3)), linewidth=1)
-    axes.text(
-        0.99, 1000 * objective, f"objective {seconds(objective)}", color=colour("limit"), fontsize=8.5,
-        ha="right", va="center", transform=axes.get_yaxis_transform(),
-        bbox={"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.5},
-    )  # fmt: skip
     lowest = min(v for line in lines for v in line.values_s)
     axes.set(
-        yscale="log", xlabel="rate (requests/s)", ylabel=f"{name} (ms)", title=name,
+        yscale="log", xlabel="rate (requests/s)", ylabel=f"{name} (ms)",
+        title=f"{name}, objective {seconds(objective)}",
         ylim=(700 * min(lowest, objective), 1000 * top),
     )  # fmt: skip
     plain_log_ticks(axes)
     seen = [r for line in lines for r, v in zip(line.rates, line.values_s, strict=True) if v <= top]
     axes.set_xlim(0, 1.15 * max(seen, default=lines[-1].rates[-1]))
-    axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=2, columnspacing=1.2)
+    axes.legend(loc="lower right")
 
 
 def plain_log_ticks(axes: Any) -> None:

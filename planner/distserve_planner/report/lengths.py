@@ -95,8 +95,8 @@ def _draw(axes: Any, data: Histogram, name: str, role: str) -> None:
         edgecolor=colour("paper"), linewidth=0.4,
     )  # fmt: skip
     axes.axvline(data.mean, color=colour("limit"), linestyle=(0, (4, 3)), linewidth=1.2)
-    axes.text(
-        data.mean, 0.97, f" mean {data.mean:.1f}", color=colour("limit"), va="top", fontsize=9,
-        transform=axes.get_xaxis_transform(),
+    axes.annotate(
+        f"mean {data.mean:.1f}", (data.mean, 0.97), xytext=(5, 0), textcoords="offset points",
+        xycoords=axes.get_xaxis_transform(), color=colour("limit"), va="top", fontsize=9,
     )  # fmt: skip
     axes.set(xlabel=f"{name} tokens", ylabel="requests (%)", title=f"{name} length", xlim=(0, edges[-1]))

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from distserve_planner.report.systems import Case
+from distserve_planner.report.text import plural
 from distserve_planner.search.assignment import Placed
 from distserve_planner.search.deployment import Deployment
 from distserve_planner.search.result import Row
-from distserve_planner.slo import Slo, seconds
+from distserve_planner.slo import seconds
 
 _ROLE_COLOUR = {"prefill": "stage1", "decode": "stage4", "unified": "best"}
 _FAMILY_COLOUR = {"high": "high", "low": "low", "prefill_first": "best", "chunked_prefill": "chunked"}
@@ -50,6 +51,8 @@ def overview(case: Case, goodputs: Mapping[Deployment, float]) -> str:
     )
     return (
         f'<h1>{escape(title(case))}</h1><p class="sub">{escape(sub)}</p>'
+        f'<p class="winner-line">{escape(str(result.winner.deployment))}'
+        f'<span class="unit"> on {plural(result.winner.deployment.devices, "device")}</span></p>'
         f'<div class="cards">{_cards(case, goodputs)}</div>'
         f"<h3>Where it lies</h3>{_device_map(case)}{_notes(result.notes)}"
         f"<h3>Why the others lost</h3>{_rows(case)}"
@@ -59,7 +62,7 @@ def overview(case: Case, goodputs: Mapping[Deployment, float]) -> str:
 
 def _cards(case: Case, goodputs: Mapping[Deployment, float]) -> str:
     winner = case.result.winner
-    parts = [_card("best placement", escape(_short(winner.deployment)), escape(str(winner.deployment)))]
+    parts = []
     rate = goodputs.get(winner.deployment, 0.0)
     devices = winner.deployment.devices
     if rate:
@@ -79,10 +82,6 @@ def _cards(case: Case, goodputs: Mapping[Deployment, float]) -> str:
         parts.append(_metered(f"{share} TTFT", seen.ttft_s, slo.ttft_s))
         parts.append(_metered(f"{share} TPOT", seen.tpot_s, slo.tpot_s))
     return "".join(parts)
-
-
-def _short(deployment: Deployment) -> str:
-    return " + ".join(f"{g.count} {role} {g.shape.tp}×{g.shape.pp}" for role, g in deployment.groups)
 
 
 def _other(case: Case, goodputs: Mapping[Deployment, float]) -> tuple[str, float] | None:
@@ -147,19 +146,18 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _rows(case: Case) -> str:
-    slo = case.problem.slo
-    body = "".join(_row(row, row is case.result.winner, slo) for row in case.result.rows)
+    body = "".join(_row(row, row.deployment == case.result.winner.deployment) for row in case.rows)
     left = case.result.shapes.without_memory
     memory = ""
     if left:
         shapes = "; ".join(f"tp {shape.tp}, pp {shape.pp}: {why}" for shape, why in left)
         memory = f'<p class="basis">Shapes without room for KV: {escape(shapes)}.</p>'
     head = "<th>placement</th><th>devices</th><th>result</th><th>attainment</th><th>reason</th>"
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    table = f'<table class="candidates"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="scroll">{table}</div>{memory}'
 
 
-def _row(row: Row, winner: bool, slo: Slo) -> str:
+def _row(row: Row, winner: bool) -> str:
     swatch = f'<span class="swatch" style="background:var(--{_FAMILY_COLOUR[row.deployment.family]})"></span>'
     seen = None
     if row.entry is not None:
@@ -170,7 +168,8 @@ def _row(row: Row, winner: bool, slo: Slo) -> str:
     mark = ' class="winner"' if winner else ""
     figure = row.figure if row.score > 0 else "loses"
     return (
-        f"<tr{mark}><td>{swatch}{escape(str(row.deployment))}</td><td>{row.deployment.devices}</td>"
+        f"<tr{mark}><td>{swatch}{escape(str(row.deployment))}</td>"
+        f'<td class="devices">{row.deployment.devices}</td>'
         f'<td>{escape(figure)}</td><td>{share}</td><td class="why">{escape(row.reason)}</td></tr>'
     )
 

@@ -93,6 +93,8 @@ def ratio(case: Case, effort: Effort, workers: Workers) -> Ratio | None:
     deployments = {
         (n, m): Deployment("high", Group(prefill.shape, n), Group(decode.shape, m)) for n, m in counts
     }
+    if system.deployment.paired:
+        deployments[1, 1] = system.deployment.with_units(1)
     fitting = [c for c in counts if assign(deployments[c], problem.cluster) is not None]
     chosen = _best_first(fitting, a, b, rp, rd)[: 2 * effort.joint_points]
     joint = workers.map(
@@ -152,7 +154,9 @@ def ratio_section(data: Ratio | None) -> Section:
         PAPER,
         reading,
         "Line: each phase simulated alone, n to m in any ratio. Rings: whole numbers of instances, both "
-        "phases simulated jointly; small dots: the arithmetic for the same numbers.",
+        "phases simulated jointly; small dots: the arithmetic for the same numbers. "
+        "Instances that do not share a node exchange KV over the network, which can cost more than the right "
+        "ratio gains.",
         data,
         (
             Panel(
@@ -199,9 +203,10 @@ def _draw(axes: Any, data: Ratio) -> None:
     for m in sorted(tried, key=lambda m: -(m.joint or 0.0)):
         if all(abs(m.share - other) > 0.055 for other in labelled):
             labelled.append(m.share)
+            below = (m.joint or 0.0) > 0.2 * data.best_goodput
             axes.annotate(
-                f"{m.prefills}:{m.decodes}", (100 * m.share, m.joint), xytext=(0, -15), ha="center",
-                textcoords="offset points", fontsize=8.5, color=colour("high"),
+                f"{m.prefills}:{m.decodes}", (100 * m.share, m.joint), xytext=(0, -15 if below else 7),
+                ha="center", textcoords="offset points", fontsize=8.5, color=colour("high"),
             )  # fmt: skip
     axes.axvline(100 * data.best_share, color=colour("limit"), linestyle=(0, (4, 3)), linewidth=1)
     axes.set(

@@ -10,7 +10,7 @@ from distserve_planner.goodput import Goodput
 from distserve_planner.report.effort import Effort
 from distserve_planner.report.goodputs import phase_goodputs
 from distserve_planner.report.section import Panel, Section, missing, table
-from distserve_planner.report.style import colour
+from distserve_planner.report.style import colour, legend_above
 from distserve_planner.report.systems import Case, with_nodes
 from distserve_planner.search.algorithm1 import combinations
 from distserve_planner.search.candidates import high_hops
@@ -131,8 +131,8 @@ def scaling_section(data: Scaling) -> Section:
     reading = (
         f"What a cluster of each size serves in total; on all {most} devices: "
         + ", ".join(f"{name} {rate:.3g} requests/s" for rate, name in ends)
-        + ". Flat parts are devices left over until another instance fits; steps out of proportion show where "
-        "a better ratio or shape becomes possible."
+        + ". Flat parts are devices left over until another instance fits; steps out of proportion show "
+        "where a better ratio or shape becomes possible."
     )
     return Section(
         "scaling",
@@ -166,16 +166,16 @@ def scaling_section(data: Scaling) -> Section:
 
 
 def _draw_total(axes: Any, data: Scaling) -> None:
-    _draw(axes, data, lambda rate, devices: rate)
-    axes.set(xlabel="devices", ylabel="goodput (requests/s)", title="total")
+    _draw(axes, data, "total", lambda rate, devices: rate)
+    axes.set(xlabel="devices", ylabel="goodput (requests/s)")
 
 
 def _draw_share(axes: Any, data: Scaling) -> None:
-    _draw(axes, data, lambda rate, devices: rate / devices)
-    axes.set(xlabel="devices", ylabel="goodput (requests/s per device)", title="per device")
+    _draw(axes, data, "per device", lambda rate, devices: rate / devices)
+    axes.set(xlabel="devices", ylabel="goodput (requests/s per device)")
 
 
-def _draw(axes: Any, data: Scaling, value: Any) -> None:
+def _draw(axes: Any, data: Scaling, title: str, value: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     dashes = {"high": "-", "low": "--", "best": "-", "chunked": "-."}
@@ -193,5 +193,4 @@ def _draw(axes: Any, data: Scaling, value: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
-    axes.legend(loc="best")
+    legend_above(axes, title, columns=2)

@@ -104,6 +104,23 @@ def new_figure(size: tuple[float, float]) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
+def legend_above(axes: Any, title: str, columns: int = 3) -> None:
+    """The legend between title and plot, where no curve can run through it."""
+    entries = len(axes.get_legend_handles_labels()[0])
+    rows = -(-entries // columns)
+    axes.set_title(title, pad=8 + 13 * rows)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=columns, columnspacing=1.1, handlelength=1.6,
+        handletextpad=0.5, labelspacing=0.25, borderaxespad=0.2,
+    )  # fmt: skip
+
+
+def settle(figure: Any) -> None:
+    """Computes the layout once for all the times that the figure is saved."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
 def svg_text(figure: Any, name: str) -> str:
     """The `<svg>` element to put into a page: theme variables for colours, ids that no other figure has."""
     buffer = io.StringIO()

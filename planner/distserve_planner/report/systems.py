@@ -11,7 +11,7 @@ from distserve_planner.memory import weight_bytes_per_device
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.deployment import Deployment, Group
 from distserve_planner.search.problem import Problem
-from distserve_planner.search.result import SearchResult
+from distserve_planner.search.result import Row, SearchResult
 
 KV_SHARE = 0.25  # of device memory that a usual deployment leaves for KV
 
@@ -53,6 +53,12 @@ class Case:
 
     def system(self, role: str) -> System | None:
         return next((s for s in self.systems if s.role == role), None)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The search's candidates, the winner first, then by falling score."""
+        winner = self.result.winner.deployment
+        return sorted(self.result.rows, key=lambda row: (row.deployment != winner, -row.score))
 
     @property
     def disaggregated(self) -> System | None:
