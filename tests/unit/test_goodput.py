@@ -87,7 +87,8 @@ def test_goodput_is_where_the_md1_queue_meets_its_objective() -> None:
     assert 0 < found.rate < 10
     assert found.at is not None
     assert found.above is not None
-    assert found.at.both >= 0.9 > found.above.both
+    assert found.at.both >= 0.9
+    assert found.above.low < 0.9  # the later half of it misses
     # the mean at that rate must be below the objective that nine in ten meet
     assert md1_ttft_s(found.rate, 0.1) < 0.3
 
