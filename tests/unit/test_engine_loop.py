@@ -61,10 +61,21 @@ class PageExecutor:
         self.known: set[str] = set()
         self.fail_with: Exception | None = None
         self.steps: list[StepInput] = []
+        self.depth = 1
+        self.outputs: list[StepOutput] = []
 
     @property
     def kv_cache(self) -> Any:
         raise NotImplementedError
+
+    def submit(self, step: StepInput) -> None:
+        self.outputs.append(self.execute(step))
+
+    def collect(self, wait_s: float = 0.0) -> StepOutput | None:
+        return self.outputs.pop(0) if self.outputs else None
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        pass
 
     def execute(self, step: StepInput) -> StepOutput:
         self.known.difference_update(step.leaving)
@@ -115,7 +126,10 @@ class ManualPuller:
 
 
 class FixedSource:
-    address = "127.0.0.1:9"
+    addresses = ("127.0.0.1:9",)
+
+    def settle(self) -> None:
+        pass
 
     def stats(self) -> Any:
         raise NotImplementedError

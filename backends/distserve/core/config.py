@@ -11,6 +11,7 @@ from distserve.core.parsing import ConfigError, parse
 Role = Literal["prefill", "decode", "unified"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["prefill_first", "chunked_prefill"]
+Collectives = Literal["memory", "gloo"]
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -43,6 +44,8 @@ class EngineConfig:
     lease_s: float = 10.0
     transfer_timeout_s: float = 10.0
     heartbeat_s: float = 1.0
+    rank_timeout_s: float = 120.0  # tp x pp > 1: no answer from a rank, and the instance starts again
+    collectives: Collectives | None = None  # between CPU ranks; default: memory. GPUs use NCCL
     attention_backend: str | None = None  # default: chosen by device
     transfer_host: str = "127.0.0.1"
     transfer_secret_file: str | None = None
@@ -62,7 +65,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
-        for name in ("lease_s", "transfer_timeout_s", "heartbeat_s"):
+        for name in ("lease_s", "transfer_timeout_s", "heartbeat_s", "rank_timeout_s"):
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")

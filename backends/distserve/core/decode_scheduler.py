@@ -13,8 +13,8 @@ from distserve.core.scheduler import ContinuousBatching, Limits, take_blocks
 class DecodeScheduler(ContinuousBatching):
     """Requests pass `incoming` (KV at prefill), `pulling` (blocks reserved, KV on its way), `running`."""
 
-    def __init__(self, limits: Limits, blocks: BlockPool) -> None:
-        super().__init__(limits, blocks)
+    def __init__(self, limits: Limits, blocks: BlockPool, stages: int = 1) -> None:
+        super().__init__(limits, blocks, stages)
         self.incoming: deque[Request] = deque()
         self.pulling: dict[str, Request] = {}
 
@@ -28,7 +28,8 @@ class DecodeScheduler(ContinuousBatching):
         Preempted requests go first: they were admitted once.
         """
         admitted: list[Request] = []
-        while self.incoming and not self.waiting and self.fits(self.incoming[0], len(self.pulling)):
+        held = len(self._prefilling)
+        while self.incoming and not self.waiting and self.fits(self.incoming[0], held + len(self.pulling)):
             request = self.incoming.popleft()
             take_blocks(self.blocks, request, request.computed)
             self.pulling[request.id] = request
@@ -36,14 +37,17 @@ class DecodeScheduler(ContinuousBatching):
         return admitted
 
     def start(self, request: Request) -> None:
-        """The KV has arrived: the request joins the running batch. Not during a step."""
+        """The KV has arrived: the request decodes from the next step of a micro-batch on."""
         del self.pulling[request.id]
-        self.running.join(request)
+        self.enter(request)
 
     def schedule(self) -> Batch | None:
         """A preempted request's KV is computed again before the next decode step."""
         items = self.prefill_batch(self.limits.max_batch_tokens, len(self.pulling))
-        return Batch(prefill=items) if items else self.decode_batch()
+        if not items:
+            return self.decode_batch()
+        self.begin_prefill(items)
+        return Batch(prefill=items)
 
     def cancel(self, request_id: str) -> Request | None:
         request = self.pulling.pop(request_id, None)

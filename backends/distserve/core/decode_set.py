@@ -31,7 +31,7 @@ class DecodeSet:
         self._growing: list[dict[str, Request]] = [{} for _ in range(self._size)]
         self._finish: list[tuple[int, int, Request]] = []
         self._joins = 0
-        self._begun = False
+        self.begun = False  # a step is in progress
 
     def __len__(self) -> int:
         return len(self._running)
@@ -41,7 +41,7 @@ class DecodeSet:
 
     def join(self, request: Request) -> None:
         """Adds a request that owns exactly the blocks of its `computed` tokens. Not during a step."""
-        if self._begun:
+        if self.begun:
             raise RuntimeError(f"request {request.id} joins in the middle of a step")
         request.joined_step = self.step
         request.finish_step = self.step + request.stop_after - request.generated
@@ -66,7 +66,7 @@ class DecodeSet:
             request.generated += steps
             request.computed += steps
             request.joined_step = self.step
-        request.num_blocks = blocks_for(request.computed + self._begun, self._size)
+        request.num_blocks = blocks_for(request.computed + self.begun, self._size)
 
     def synced(self) -> Iterator[Request]:
         """All running requests in the order they joined, up to date."""
@@ -90,9 +90,9 @@ class DecodeSet:
 
     def begin(self) -> None:
         """Takes the blocks of the next step; `growth()` of them must be free. Twice is once."""
-        if not self._begun:
+        if not self.begun:
             self._grow(self.step)
-            self._begun = True
+            self.begun = True
 
     def horizon(self) -> int:
         """After `begin`: steps for which the set stays as it is, until the next finish or lack of blocks."""
@@ -116,7 +116,7 @@ class DecodeSet:
             self._blocks.grow(self._running.values(), cycles)
         for step in range(self.step + 1, self.step + 1 + rest):
             self._grow(step)
-        self._begun = False
+        self.begun = False
         self.step += steps
         self.context += steps * len(self._running)
         done = []

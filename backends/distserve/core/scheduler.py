@@ -42,7 +42,7 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self) -> Batch | None:
-        """The next batch, with its blocks allocated, or None if nothing can run."""
+        """The next batch, with its blocks allocated, or None if nothing (more) can run."""
         ...
 
     def complete(self, batch: Batch, finished: Collection[str] = (), steps: int = 1) -> list[Request]:
@@ -53,7 +53,7 @@ class Scheduler(Protocol):
         ...
 
     def cancel(self, request_id: str) -> Request | None:
-        """Takes a request out, whatever its state, not during a step. Its blocks are let go."""
+        """Takes a request out, whatever its state, but not while it is in flight. Its blocks are let go."""
         ...
 
     def preempted(self) -> list[Request]:
@@ -62,21 +62,33 @@ class Scheduler(Protocol):
 
 
 class ContinuousBatching:
-    """Waiting requests that still need a prefill here, and the running decode set.
+    """Waiting requests that still need a prefill here, and those that decode.
 
     The base of unified scheduling; on a decode instance only preempted requests wait here.
+
+    With `stages` > 1 several batches are in flight, so the decoding requests are spread over as many
+    micro-batches, whose turns come one after the other. `schedule` may then be called again before
+    `complete`, and what becomes ready while its micro-batch is in flight joins the next one.
     """
 
-    def __init__(self, limits: Limits, blocks: BlockPool) -> None:
+    def __init__(self, limits: Limits, blocks: BlockPool, stages: int = 1) -> None:
         self.limits = limits
         self.blocks = blocks
         self.waiting: deque[Request] = deque()
-        self.running = DecodeSet(blocks)
+        self.running = DecodeSet(blocks)  # the micro-batch whose turn is next; with one stage, the only one
+        self._sets = deque([self.running, *(DecodeSet(blocks) for _ in range(stages - 1))])
+        self._ready: deque[Request] = deque()  # have their KV, join when a micro-batch is not in flight
+        self._prefilling: dict[str, Request] = {}  # in batches in flight
         self._preempted: list[Request] = []
 
     @property
     def waiting_tokens(self) -> int:
         return sum(request.known - request.computed for request in self.waiting)
+
+    @property
+    def decoding(self) -> int:
+        """Requests in all micro-batches."""
+        return sum(map(len, self._sets)) + len(self._ready)
 
     def preempted(self) -> list[Request]:
         out, self._preempted = self._preempted, []
@@ -85,9 +97,9 @@ class ContinuousBatching:
     def fits(self, request: Request, held: int = 0) -> bool:
         """Whether a request can be admitted now, leaving the running ones a block each to grow into.
 
-        `held` is the number of admitted requests outside `running` (being prefilled, or on transfer).
+        `held` is the number of admitted requests that do not decode (being prefilled, or on transfer).
         """
-        active = len(self.running) + held
+        active = self.decoding + held
         if active >= self.limits.max_batch_size:
             return False
         room = request.max_tokens - request.generated
@@ -97,12 +109,33 @@ class ContinuousBatching:
         headroom = active + 1 if active else 0
         return self.blocks.free - need >= headroom - request.num_blocks
 
+    def enter(self, request: Request) -> None:
+        """A request begins to decode; it owns exactly the blocks of its `computed` tokens."""
+        idle = [running for running in self._sets if not running.begun]
+        if idle:
+            min(idle, key=len).join(request)
+        else:
+            self._ready.append(request)
+
     def preempt_for_growth(self) -> None:
         """Preempts the requests that joined last until the next decode step has its blocks."""
-        while len(self.running) > 1 and self.running.growth() > self.blocks.free:
-            victim = self.running.leave(self.running.last().id)
+        while self.running.growth() > self.blocks.free:
+            victim = self._victim()
+            if victim is None:
+                return
             self.drop_kv(victim)
             self.waiting.appendleft(victim)
+
+    def _victim(self) -> Request | None:
+        """Takes out the request to preempt: of this micro-batch if others are left in it, else of those that
+        are not in flight either.
+        """
+        if len(self.running) > 1:
+            return self.running.leave(self.running.last().id)
+        if self._ready:
+            return self._ready.pop()
+        idle = [other for other in self._sets if other is not self.running and len(other) and not other.begun]
+        return idle[-1].leave(idle[-1].last().id) if idle else None
 
     def drop_kv(self, request: Request) -> None:
         self.blocks.release(request)
@@ -111,15 +144,33 @@ class ContinuousBatching:
         self._preempted.append(request)
 
     def decode_batch(self) -> Batch | None:
-        self.preempt_for_growth()
-        if not len(self.running) or self.running.growth() > self.blocks.free:
-            return None
-        self.running.begin()
-        return Batch(decode=self.running)
+        """The next micro-batch, or None if none has requests, or blocks for them, and is not in flight."""
+        for _ in range(len(self._sets)):
+            current = self.running = self._sets[0]
+            self._sets.rotate(-1)
+            if current.begun:
+                continue
+            self._level(current)
+            self.preempt_for_growth()
+            if not len(current) or current.growth() > self.blocks.free:
+                continue
+            current.begin()
+            self.running = self._sets[0]
+            return Batch(decode=current)
+        return None
+
+    def _level(self, current: DecodeSet) -> None:
+        """Brings a micro-batch to its share of the decoding requests."""
+        share = -(-self.decoding // len(self._sets))
+        while len(current) < share and self._ready:
+            current.join(self._ready.popleft())
+        while len(current) > share:
+            self._ready.append(current.leave(current.last().id))
 
     def prefill_batch(self, budget: int, held: int = 0) -> list[Item]:
         """Whole prompts, FCFS, up to `budget` tokens; a longer one runs alone."""
         items: list[Item] = []
+        held += len(self._prefilling)
         while self.waiting:
             request = self.waiting[0]
             tokens = request.known - request.computed
@@ -131,17 +182,23 @@ class ContinuousBatching:
             budget -= tokens
         return items
 
+    def begin_prefill(self, items: Collection[Item]) -> None:
+        """The items' requests are in flight until `complete`."""
+        self._prefilling.update((item.request.id, item.request) for item in items)
+
     def complete(self, batch: Batch, finished: Collection[str] = (), steps: int = 1) -> list[Request]:
         ended = []
         if batch.decode is not None:
-            ended = self.running.advance(steps)
+            decoded = batch.decode
+            ended = decoded.advance(steps)
             for request in ended:
-                self.running.leave(request.id)
-            ended += [self.running.leave(id) for id in finished if id in self.running]
+                decoded.leave(request.id)
+            ended += [decoded.leave(id) for id in finished if id in decoded]
             for request in ended:
                 self.blocks.release(request)
         for item in batch.prefill:
             request = item.request
+            self._prefilling.pop(request.id, None)
             sampled = item.samples
             request.computed += item.num_tokens
             if not sampled:
@@ -151,20 +208,25 @@ class ContinuousBatching:
                 self.blocks.release(request)
                 ended.append(request)
             else:
-                self.running.join(request)
+                self.enter(request)
         return ended
 
     def cancel(self, request_id: str) -> Request | None:
-        if request_id in self.running:
-            request = self.running.leave(request_id)
-        else:
-            found = next((r for r in self.waiting if r.id == request_id), None)
-            if found is None:
-                return None
-            self.waiting.remove(found)
-            request = found
-        self.blocks.release(request)
+        request = self._take_out(request_id)
+        if request is not None:
+            self.blocks.release(request)
         return request
+
+    def _take_out(self, request_id: str) -> Request | None:
+        for running in self._sets:
+            if request_id in running:
+                return running.leave(request_id)
+        for queue in (self.waiting, self._ready):
+            found = next((request for request in queue if request.id == request_id), None)
+            if found is not None:
+                queue.remove(found)
+                return found
+        return None
 
 
 def take_blocks(blocks: BlockPool, request: Request, tokens: int) -> None:

@@ -18,8 +18,10 @@ class UnifiedScheduler(ContinuousBatching):
     the waiting prompts (Sarathi, DeepSpeed-MII).
     """
 
-    def __init__(self, limits: Limits, blocks: BlockPool, policy: Policy = "prefill_first") -> None:
-        super().__init__(limits, blocks)
+    def __init__(
+        self, limits: Limits, blocks: BlockPool, policy: Policy = "prefill_first", stages: int = 1
+    ) -> None:
+        super().__init__(limits, blocks, stages)
         self.policy = policy
 
     def add(self, request: Request) -> None:
@@ -29,7 +31,10 @@ class UnifiedScheduler(ContinuousBatching):
         if self.policy == "chunked_prefill":
             return self._chunked()
         items = self.prefill_batch(self.limits.max_batch_tokens)
-        return Batch(prefill=items) if items else self.decode_batch()
+        if not items:
+            return self.decode_batch()
+        self.begin_prefill(items)
+        return Batch(prefill=items)
 
     def complete(self, batch: Batch, finished: Collection[str] = (), steps: int = 1) -> list[Request]:
         partial = [item.request for item in batch.prefill if not item.samples]
@@ -42,11 +47,12 @@ class UnifiedScheduler(ContinuousBatching):
         budget = self.limits.chunk_tokens - batch.num_decodes
         while self.waiting and budget > 0:
             request = self.waiting[0]
-            if not request.computed and not self.fits(request, len(batch.prefill)):
+            if not request.computed and not self.fits(request, len(self._prefilling) + len(batch.prefill)):
                 break
             self.waiting.popleft()
             take_blocks(self.blocks, request, request.known)
             tokens = min(budget, request.known - request.computed)
             batch.prefill.append(Item(request, request.computed, tokens))
             budget -= tokens
+        self.begin_prefill(batch.prefill)
         return batch if batch.prefill or batch.decode is not None else None

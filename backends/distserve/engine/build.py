@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from distserve.core.blocks import BlockManager
 from distserve.core.config import EngineConfig
@@ -14,17 +16,20 @@ from distserve.core.prefill_scheduler import PrefillScheduler
 from distserve.core.scheduler import Limits
 from distserve.core.shapes import Shape
 from distserve.core.unified_scheduler import UnifiedScheduler
-from distserve.engine.decode_role import DecodeRole
+from distserve.engine.decode_role import DecodeRole, Puller
 from distserve.engine.inbox import Inbox
 from distserve.engine.ops import Op
-from distserve.engine.prefill_role import PrefillRole
+from distserve.engine.prefill_role import Leases, PrefillRole, Source
 from distserve.engine.roles import Role, UnifiedRole
 from distserve.transfer.errors import TransferError
+from distserve.transfer.fanout import FanoutLeases, FanoutPuller, InstanceSource, open_agents
 from distserve.transfer.handle import Layout
 from distserve.transfer.leases import LeaseTable
 from distserve.transfer.puller import KVPuller
 from distserve.transfer.source import KVSource
+from distserve.worker.executor import Executor
 from distserve.worker.kv_cache import KVCache
+from distserve.worker.rank_executor import RankExecutor
 from distserve_kernels.layout import default_layout
 
 MIN_SECRET_BYTES = 16
@@ -48,34 +53,20 @@ def make_layout(config: EngineConfig, model: ModelConfig, model_hash: str, cache
 def make_role(
     config: EngineConfig,
     blocks: BlockManager,
-    cache: KVCache,
+    executor: Executor,
     layout: Layout,
     epoch: int,
     inbox: Inbox[Op],
 ) -> Role:
     """Raises `ConfigError` for transfer settings that cannot be."""
-    limits = Limits.of(config)
+    limits, stages = Limits.of(config), executor.depth
     if config.role == "unified":
-        return UnifiedRole(UnifiedScheduler(limits, blocks, config.policy), blocks)
-    secret = read_secret(config.transfer_secret_file)
-    backend = "nccl" if cache.pages(0)[0].device.type == "cuda" else "gloo"
-    place = (Shape(config.tp, config.pp), 0, layout, config.instance, epoch)
+        return UnifiedRole(UnifiedScheduler(limits, blocks, config.policy, stages), blocks)
     if config.role == "decode":
-        puller = KVPuller(cache, *place, secret=secret, backend=backend)
-        return DecodeRole(DecodeScheduler(limits, blocks), blocks, puller, inbox, config.transfer_timeout_s)
-    leases = LeaseTable(time.monotonic, inbox.poke)
-    try:
-        source = KVSource(
-            cache,
-            leases,
-            *place,
-            host=config.transfer_host,
-            secret=secret,
-            backend=backend,
-            timeout_s=config.transfer_timeout_s,
-        )
-    except (TransferError, ValueError, OSError) as error:
-        raise ConfigError(f"transfer_host={config.transfer_host!r}: {error}") from error
+        scheduler = DecodeScheduler(limits, blocks, stages)
+        puller = make_puller(config, executor, layout, epoch)
+        return DecodeRole(scheduler, blocks, puller, inbox, config.transfer_timeout_s)
+    leases, source = make_source(config, executor, layout, epoch, inbox.poke)
     return PrefillRole(
         PrefillScheduler(limits, blocks),
         blocks,
@@ -86,6 +77,51 @@ def make_role(
         layout=layout,
         lease_s=config.lease_s,
     )
+
+
+def make_puller(config: EngineConfig, executor: Executor, layout: Layout, epoch: int) -> Puller:
+    """Pulls into the pages of all ranks."""
+    common: dict[str, Any] = {
+        "secret": read_secret(config.transfer_secret_file),
+        "backend": backend_of(executor.kv_cache),
+    }
+    place = (Shape(config.tp, config.pp), 0, layout, config.instance, epoch)
+    if not isinstance(executor, RankExecutor):
+        return KVPuller(executor.kv_cache, *place, **common)
+    identity = {"layout": layout.to_wire(), "instance": config.instance, "epoch": epoch}
+    open_agents(executor, {"op": "puller", **identity, **common})
+    puller = FanoutPuller(KVPuller(executor.kv_cache, *place, **common), executor)
+    executor.listen_side(puller.take)
+    return puller
+
+
+def make_source(
+    config: EngineConfig, executor: Executor, layout: Layout, epoch: int, on_release: Callable[[], None]
+) -> tuple[Leases, Source]:
+    """Offers the pages of all ranks. Raises `ConfigError` if an address cannot be had."""
+    common: dict[str, Any] = {
+        "host": config.transfer_host,
+        "secret": read_secret(config.transfer_secret_file),
+        "backend": backend_of(executor.kv_cache),
+        "timeout_s": config.transfer_timeout_s,
+    }
+    identity = {"layout": layout.to_wire(), "instance": config.instance, "epoch": epoch}
+    place = (Shape(config.tp, config.pp), 0, layout, config.instance, epoch)
+    try:
+        if not isinstance(executor, RankExecutor):
+            table = LeaseTable(time.monotonic, on_release)
+            return table, InstanceSource(KVSource(executor.kv_cache, table, *place, **common))
+        others = open_agents(executor, {"op": "source", **identity, **common})
+        shared = FanoutLeases(time.monotonic, executor, on_release)
+        executor.listen_side(shared.take)
+        local = KVSource(executor.kv_cache, shared.local, *place, **common)
+    except (TransferError, ValueError, OSError) as error:
+        raise ConfigError(f"transfer_host={config.transfer_host!r}: {error}") from error
+    return shared, InstanceSource(local, others, shared, config.rank_timeout_s)
+
+
+def backend_of(cache: KVCache) -> str:
+    return "nccl" if cache.pages(0)[0].device.type == "cuda" else "gloo"
 
 
 def read_secret(file: str | None) -> bytes | None:

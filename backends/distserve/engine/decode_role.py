@@ -37,11 +37,16 @@ class Puller(Protocol):
     def close(self) -> None: ...
 
 
+OVERDUE_S = 1.0
+"""A request does not wait for a copy that has not ended so long after its deadline."""
+
+
 class Copy(NamedTuple):
     """A copy that runs, and the blocks that it writes to."""
 
     blocks: list[int]
     future: Future[TransferStats]
+    deadline_s: float
 
 
 class DecodeRole:
@@ -77,22 +82,36 @@ class DecodeRole:
     def hand_out(self, state: EngineRequest, now: float) -> dict[str, Any] | None:
         return None
 
+    def settle(self) -> None:
+        pass
+
     def advance(self, now: float, listener: Listener) -> None:
+        for key in [key for key in self._arriving if self._overdue(key, now)]:
+            state = self._arriving[key]
+            self.cancel(state)  # the copy keeps its blocks
+            late = TransferError(
+                "DEADLINE_EXCEEDED", "timeout", f"not ended {OVERDUE_S:g} s after its deadline"
+            )
+            listener.failed(state, transfer_failure(late))
         for request in self.scheduler.admit():
             state = self._arriving[request.id]
             self._pull(state, now)
             listener.admitted(state)
 
+    def _overdue(self, key: str, now: float) -> bool:
+        copy = self._copies.get(key)
+        return copy is not None and now >= copy.deadline_s + OVERDUE_S
+
     def _pull(self, state: EngineRequest, now: float) -> None:
         assert state.handle is not None
-        key, blocks = state.key, list(state.request.blocks)
+        key, blocks, deadline = state.key, list(state.request.blocks), now + self._timeout_s
         self.blocks.hold(blocks)
         try:
-            future = self._puller.pull(state.handle, blocks, now + self._timeout_s)
+            future = self._puller.pull(state.handle, blocks, deadline)
         except TransferError as error:
             future = Future()
             future.set_exception(error)
-        self._copies[key] = Copy(blocks, future)
+        self._copies[key] = Copy(blocks, future, deadline)
         future.add_done_callback(lambda done: self._inbox.post(Pulled(key, done)))
 
     def pulled(self, event: Pulled, listener: Listener) -> None:
@@ -119,7 +138,8 @@ class DecodeRole:
         pass
 
     def next_deadline(self) -> float | None:
-        return None
+        due = (copy.deadline_s + OVERDUE_S for key, copy in self._copies.items() if key in self._arriving)
+        return min(due, default=None)
 
     def depth(self) -> Depth:
         queue = self.scheduler
@@ -127,7 +147,7 @@ class DecodeRole:
         return Depth(
             queued=len(queue.incoming) + len(queue.waiting),
             queued_tokens=waiting,
-            running=len(queue.running),
+            running=queue.decoding,
             leases=0,
             transfers_pending=len(self._copies),
             credits=prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting),

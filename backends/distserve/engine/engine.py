@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from distserve.core.blocks import BlockManager
@@ -41,10 +42,19 @@ class Engine:
         bind_device(parse_device(config.devices[0]))
         folder = resolve_model(config.model)
         model = ModelConfig.load(folder)
+        self._inbox: Inbox[Op] = Inbox()
         self._executor = make_executor(config, model)
+        try:
+            self._build(config, model, folder)
+        except BaseException:
+            self._executor.close()
+            raise
+
+    def _build(self, config: EngineConfig, model: ModelConfig, folder: Path) -> None:
+        """What needs the pool."""
+        self._executor.listen(self._inbox.poke)
         blocks = BlockManager(self._executor.num_blocks, config.block_size)
         self._bounds = Bounds.of(config, model, blocks.num_blocks)
-        self._inbox: Inbox[Op] = Inbox()
         epoch, model_hash = new_epoch(), model_fingerprint(folder)
         self._layout = make_layout(config, model, model_hash, self._executor.kv_cache)
         self.identity: dict[str, Any] = {
@@ -60,8 +70,8 @@ class Engine:
             "attention": self._executor.attention,
             "pid": os.getpid(),
         }
-        self._role = make_role(config, blocks, self._executor.kv_cache, self._layout, epoch, self._inbox)
-        self._loop = EngineLoop(self._role, self._executor, self._inbox, clock)
+        self._role = make_role(config, blocks, self._executor, self._layout, epoch, self._inbox)
+        self._loop = EngineLoop(self._role, self._executor, self._inbox, self._clock)
 
     def stop(self, reason: str) -> None:
         """Ends `run` after the current step. From any thread or a signal handler."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from distserve.core.batch import Batch, Item
@@ -18,6 +20,7 @@ from distserve.engine.status import Counters, Load
 from distserve.engine.steps import StepBuilder
 from distserve.serving.schema import ServingError
 from distserve.worker.executor import Executor
+from distserve.worker.parallel import RankLost
 from distserve.worker.step import StepOutput, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -36,8 +39,22 @@ class EngineFailure(RuntimeError):
     """The engine cannot go on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that the executor has and the scheduler has not heard of."""
+
+    batch: Batch
+    items: Sequence[Item]
+    sampling: Sequence[Item]  # those of the items that get a token
+    began_s: float
+
+
 class EngineLoop:
-    """Owns scheduler, blocks and requests of one instance; all happens in the thread that calls `run`."""
+    """Owns scheduler, blocks and requests of one instance; all happens in the thread that calls `run`.
+
+    With several pipeline stages up to `executor.depth` steps are in flight. What is asked of a request in
+    flight (to cancel it, its deadline) is done once its step has been booked.
+    """
 
     def __init__(
         self,
@@ -54,32 +71,47 @@ class EngineLoop:
         self._ledger = Ledger()
         self._steps = StepBuilder()
         self._events: list[Event] = []
+        self._flights: deque[Flight] = deque()
+        self._flying: set[str] = set()  # keys of the requests in them
+        self._doomed: dict[str, ServingError | None] = {}  # of these, what ends after it: error, or cancelled
         self._idle = True
         self._failures = 0  # in succession
 
     def run(self, publisher: Publisher) -> str:
-        """Runs until the inbox is stopped; returns the reason. Raises `EngineFailure` if it can't go on."""
-        while (reason := self._inbox.stopped) is None:
-            self.turn(publisher)
+        """Runs until the inbox is stopped; returns the reason.
+
+        Raises `EngineFailure` or `RankLost` if it can't go on, after all requests have been failed.
+        """
+        try:
+            while (reason := self._inbox.stopped) is None:
+                self.turn(publisher)
+        except (EngineFailure, RankLost) as error:
+            unavailable = ServingError("UNAVAILABLE", f"the engine starts again: {error}")
+            for state in list(self._ledger.by_key.values()):
+                self.failed(state, unavailable)
+            self._publish(publisher)
+            raise
         return reason
 
     def turn(self, publisher: Publisher) -> None:
-        """At most one step. Sleeps first if the last turn found nothing to do."""
+        """Begins at most one step, books those that have ended. Sleeps first if the last turn found nothing
+        to do.
+        """
         ops = self._inbox.take(self._wait_s() if self._idle else 0.0)
         began, executed = self._clock(), self.counters.execute_s
         for op in ops:
             self._handle(op)
         self._expire(began)
+        self._collect()
         self._role.advance(began, self)
-        batch = self._role.scheduler.schedule()
-        for request in self._role.scheduler.preempted():
-            self.counters.preemptions += 1
-            logger.info("request %s preempted, %d tokens to recompute", request.id, request.known)
+        batch = self._schedule()
         self._publish(publisher)
-        self._idle = batch is None
         if batch is not None:
             self._step(batch)
+            self._collect()
             self._publish(publisher)
+        self._idle = batch is None
+        if batch is not None or self._flights:
             self.counters.loop_s += self._clock() - began - (self.counters.execute_s - executed)
 
     def load(self) -> Load:
@@ -127,6 +159,9 @@ class EngineLoop:
             self._cancel(state)
 
     def _cancel(self, state: EngineRequest) -> None:
+        if state.key in self._flying:
+            self._doomed.setdefault(state.key, None)
+            return
         self._role.cancel(state)
         self.counters.cancelled += not state.handed_out
         self._finish(state, "cancelled")
@@ -135,9 +170,15 @@ class EngineLoop:
         for state in self._ledger.overdue(now):
             if state.handed_out:
                 continue  # its lease has a time of its own
-            self._role.cancel(state)
             waited = now - state.arrival_s
-            self.failed(state, ServingError("DEADLINE_EXCEEDED", f"not finished {waited:.3g} s after submit"))
+            self._abort(state, ServingError("DEADLINE_EXCEEDED", f"not finished {waited:.3g} s after submit"))
+
+    def _abort(self, state: EngineRequest, error: ServingError) -> None:
+        if state.key in self._flying:
+            self._doomed.setdefault(state.key, error)
+            return
+        self._role.cancel(state)
+        self.failed(state, error)
 
     def _wait_s(self) -> float:
         wanted = (self._role.next_deadline(), self._ledger.next_deadline())
@@ -146,41 +187,79 @@ class EngineLoop:
 
     # -- one step
 
+    def _schedule(self) -> Batch | None:
+        """The next batch, unless as many are in flight as keep the executor busy."""
+        if len(self._flights) >= self._executor.depth:
+            return None
+        batch = self._role.scheduler.schedule()
+        for request in self._role.scheduler.preempted():
+            self.counters.preemptions += 1
+            logger.info("request %s preempted, %d tokens to recompute", request.id, request.known)
+        return batch
+
     def _step(self, batch: Batch) -> None:
-        """Executes and books a batch."""
+        """Gives a batch to the executor."""
         items = [*batch.decode_items(), *batch.prefill]
-        sampling = [item for item in items if item.samples]
         step = self._steps.build(items, self._ledger.by_key)
         began = self._clock()
-        self.counters.step_began_s = began
         for item in batch.prefill:
             state = self._ledger.by_key[item.request.id]
             if state.scheduled_s is None:
                 state.scheduled_s = began
+        self._flights.append(Flight(batch, items, [item for item in items if item.samples], began))
+        self._flying.update(item.request.id for item in items)
+        self.counters.step_began_s = self._flights[0].began_s
         try:
-            output = self._executor.execute(step)
+            self._executor.submit(step)
+        except RankLost:
+            raise
         except Exception as error:
-            self._step_failed(batch, items, error)
-            return
+            self._step_failed(self._flights.pop(), error)
         finally:
-            self.counters.step_began_s = None
-        ended = self._clock()
-        self._failures = 0
-        self.counters.steps += 1
-        self.counters.execute_s += ended - began
-        self.counters.prompt_tokens += batch.prefill_tokens
-        self.counters.output_tokens += len(sampling)
-        self._book(batch, sampling, output, ended)
+            self.counters.execute_s += self._clock() - began
 
-    def _book(self, batch: Batch, sampling: Sequence[Item], output: StepOutput, now: float) -> None:
+    def _collect(self) -> None:
+        """Books the steps that have ended. Raises `RankLost`, also if there are none."""
+        while (output := self._executor.collect()) is not None:
+            flight = self._flights.popleft()
+            self._failures = 0
+            self.counters.steps += 1
+            self.counters.prompt_tokens += flight.batch.prefill_tokens
+            self.counters.output_tokens += len(flight.sampling)
+            self._landed(flight)
+            self._book(flight, output, self._clock())
+            self._role.settle()
+            for item in flight.items:
+                self._end_doomed(item.request.id)
+
+    def _landed(self, flight: Flight) -> None:
+        """Its requests are not in flight any more."""
+        self._flying.difference_update(item.request.id for item in flight.items)
+        self.counters.step_began_s = self._flights[0].began_s if self._flights else None
+
+    def _end_doomed(self, key: str) -> None:
+        """Does what was asked of a request while it was in flight."""
+        if key not in self._doomed:
+            return
+        error = self._doomed.pop(key)
+        state = self._ledger.by_key.get(key)
+        if state is None:
+            return  # it has ended by itself
+        if error is None:
+            self._cancel(state)
+        elif not state.handed_out:
+            self._abort(state, error)
+
+    def _book(self, flight: Flight, output: StepOutput, now: float) -> None:
         """Appends the sampled tokens, ends what has ended, tells the owners."""
-        states = [self._ledger.by_key[item.request.id] for item in sampling]
+        states = [self._ledger.by_key[item.request.id] for item in flight.sampling]
         reasons: dict[str, str] = {}
         for state, token in zip(states, output.tokens, strict=True):
             reason = state.take_token(token)
             if reason is not None:
                 reasons[state.key] = reason
-        self._role.scheduler.complete(batch, [key for key, reason in reasons.items() if reason == "stop"])
+        stopped = [key for key, reason in reasons.items() if reason == "stop"]
+        self._role.scheduler.complete(flight.batch, stopped)
         for state, token, logprobs in zip(states, output.tokens, output.logprobs, strict=True):
             reason = reasons.get(state.key)
             self.counters.finished += reason is not None
@@ -214,17 +293,19 @@ class EngineLoop:
             self._steps.leave(state.key)
         self._emit(state, fields, last=state.handed_out)
 
-    def _step_failed(self, batch: Batch, items: Sequence[Item], error: Exception) -> None:
+    def _step_failed(self, flight: Flight, error: Exception) -> None:
         """Every request of the batch ends with INTERNAL; the others go on."""
-        logger.exception("a step of %d sequences failed", len(items))
+        logger.exception("a step of %d sequences failed", len(flight.items))
+        self._landed(flight)
         self.counters.failed_steps += 1
         self._failures += 1
         scheduler = self._role.scheduler
-        states = [self._ledger.by_key[item.request.id] for item in items]
-        scheduler.complete(batch, [state.key for state in states])
+        states = [self._ledger.by_key[item.request.id] for item in flight.items]
+        scheduler.complete(flight.batch, [state.key for state in states])
         reason = ServingError("INTERNAL", f"the step failed: {type(error).__name__}: {str(error)[:500]}")
         for state in states:
             scheduler.cancel(state.key)  # pieces of a prompt are not ended by `complete`
+            self._doomed.pop(state.key, None)
             self.failed(state, reason)
         if self._failures >= MAX_FAILURES or _is_fatal(error):
             raise EngineFailure(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distserve.core.blocks import BlockManager
@@ -11,17 +11,45 @@ from distserve.engine.ops import Pulled
 from distserve.engine.requests import EngineRequest
 from distserve.engine.roles import Depth, Listener
 from distserve.transfer.handle import Handle, Layout, new_nonce
-from distserve.transfer.leases import LeaseTable
 
 if TYPE_CHECKING:
     from distserve.transfer.source import SourceStats
 
 
-class Source(Protocol):
-    """What serves the leased blocks to decode instances, in threads of its own."""
+class Leases(Protocol):
+    """Who may still need the blocks of finished prompts; see `LeaseTable`."""
+
+    def add(self, handle: Handle, blocks: Sequence[int], ttl: float) -> None: ...
+
+    def renew(self, request_ids: Iterable[str], ttl: float) -> object: ...
+
+    def release(self, request_ids: Iterable[str]) -> None: ...
+
+    def expire(self) -> object: ...
+
+    def released(self) -> list[tuple[str, list[int]]]: ...
+
+    def next_expiry(self) -> float | None: ...
 
     @property
-    def address(self) -> str: ...
+    def live(self) -> int: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def outcomes(self) -> Mapping[Any, int]: ...
+
+
+class Source(Protocol):
+    """What serves the leased blocks to decode instances, in threads and processes of its own."""
+
+    addresses: tuple[str, ...]
+    """Of each rank."""
+
+    def settle(self) -> None:
+        """Until the leases added so far can be claimed on every rank. Raises `RankLost`."""
+        ...
 
     def stats(self) -> SourceStats: ...
 
@@ -35,7 +63,7 @@ class PrefillRole:
         self,
         scheduler: PrefillScheduler,
         blocks: BlockManager,
-        leases: LeaseTable,
+        leases: Leases,
         source: Source,
         *,
         instance: str,
@@ -65,11 +93,14 @@ class PrefillRole:
             num_tokens=request.computed,
             first_token=state.tokens[-1],
             layout=self._layout,
-            addresses=(self._source.address,),
+            addresses=self._source.addresses,
         )
         self._leases.add(handle, request.blocks, self._lease_s)
         request.blocks, request.num_blocks = [], 0  # they are the lease's now
         return handle.to_wire()
+
+    def settle(self) -> None:
+        self._source.settle()
 
     def advance(self, now: float, listener: Listener) -> None:
         self._leases.expire()

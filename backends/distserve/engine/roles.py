@@ -59,6 +59,10 @@ class Role(Protocol):
         """After its first token here: the handle for another instance, or None to go on here."""
         ...
 
+    def settle(self) -> None:
+        """After a step: what was handed out can be used from here on. Raises `RankLost`."""
+        ...
+
     def advance(self, now: float, listener: Listener) -> None:
         """Takes note of what other threads and the clock have done; admits what can be admitted."""
         ...
@@ -103,6 +107,9 @@ class UnifiedRole:
     def hand_out(self, state: EngineRequest, now: float) -> dict[str, Any] | None:
         return None
 
+    def settle(self) -> None:
+        pass
+
     def advance(self, now: float, listener: Listener) -> None:
         pass
 
@@ -122,7 +129,7 @@ class UnifiedRole:
         queue = self.scheduler
         waiting = queue.waiting_tokens
         credits = prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting)
-        return Depth(len(queue.waiting), waiting, len(queue.running), 0, 0, credits)
+        return Depth(len(queue.waiting), waiting, queue.decoding, 0, 0, credits)
 
     def details(self) -> dict[str, Any]:
         return {}

@@ -48,9 +48,9 @@ class Counters:
 
     steps: int = 0
     failed_steps: int = 0
-    execute_s: float = 0.0  # inside the executor
+    execute_s: float = 0.0  # inside the executor: with several pipeline stages, the first one's time
     loop_s: float = 0.0  # the loop's own work between two steps; waiting is in neither
-    step_began_s: float | None = None  # engine clock; None while no step runs
+    step_began_s: float | None = None  # engine clock, of the oldest step in flight; None while no step runs
     requests: int = 0  # submitted
     submitted_tokens: int = 0  # of prefill work
     finished: int = 0

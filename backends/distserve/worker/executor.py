@@ -1,12 +1,13 @@
-"""How the engine loop runs a step, without knowing on how many ranks."""
+"""How the engine loop runs steps, without knowing on how many ranks."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig
-from distserve.core.parsing import ConfigError
 from distserve.worker.step import StepInput, StepOutput
 
 if TYPE_CHECKING:
@@ -14,49 +15,85 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks of an instance. Not thread-safe: one owner, the engine loop."""
+    """Runs steps on all ranks of an instance, in the order in which they are submitted.
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV pool, the same on every rank."""
+    Not thread-safe: one owner, the engine loop.
+    """
+
+    depth: int
+    """Steps in flight that keep every pipeline stage busy."""
+
+    num_blocks: int
+    """Blocks of the KV pool, the same on every rank."""
+
+    kv_cache: KVCache
+    """The pages of the rank in this process."""
+
+    attention: str
+    """Name of the attention implementation, for log and status."""
+
+    def submit(self, step: StepInput) -> None:
+        """Starts a step. Steps in flight at the same time must not have a sequence in common.
+
+        Raises what went wrong in this step; `RankLost` when the instance cannot go on.
+        """
         ...
 
-    @property
-    def kv_cache(self) -> KVCache:
-        """The pages of the rank in this process."""
+    def collect(self, wait_s: float = 0.0) -> StepOutput | None:
+        """What the oldest step in flight has given; None if it has not ended within `wait_s`.
+
+        Raises `RankLost`, also while nothing is in flight.
+        """
         ...
 
-    @property
-    def attention(self) -> str:
-        """Name of the attention implementation, for log and status."""
+    def execute(self, step: StepInput) -> StepOutput:
+        """`submit` and `collect`, with nothing else in flight."""
         ...
 
-    def execute(self, step: StepInput) -> StepOutput: ...
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """`on_news` is called, from any thread, when `collect` would say something new."""
+        ...
 
     def close(self) -> None: ...
 
 
 class LocalExecutor:
-    """One rank, in this process."""
+    """One rank, in this process: a step has ended when `submit` returns."""
+
+    depth = 1
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
-        from distserve.worker.parallel import ParallelGroup
         from distserve.worker.runner import ModelRunner
 
-        self._runner = ModelRunner(config, model, ParallelGroup())
+        self._runner = ModelRunner(config, model)
+        self._runner.allocate(self._runner.affordable_blocks())
+        self._outputs: deque[StepOutput] = deque()
         self.kv_cache = self._runner.kv_cache
         self.num_blocks = self.kv_cache.num_blocks
         self.attention = self._runner.attention_name
 
+    def submit(self, step: StepInput) -> None:
+        self._outputs.append(self.execute(step))
+
+    def collect(self, wait_s: float = 0.0) -> StepOutput | None:
+        return self._outputs.popleft() if self._outputs else None
+
     def execute(self, step: StepInput) -> StepOutput:
-        return self._runner.execute(step)
+        output = self._runner.execute(step)
+        assert output is not None  # a single rank samples
+        return output
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """There is no news from elsewhere."""
 
     def close(self) -> None:
         """Nothing to end: the pages go with the object."""
 
 
 def make_executor(config: EngineConfig, model: ModelConfig) -> Executor:
-    """The executor for the instance's degrees of parallelism."""
-    if config.tp * config.pp > 1:
-        raise ConfigError(f"tp={config.tp}, pp={config.pp}: one rank per instance is supported so far")
-    return LocalExecutor(config, model)
+    """The executor for the instance's degrees of parallelism. Further ranks die with the calling thread."""
+    if config.tp * config.pp == 1:
+        return LocalExecutor(config, model)
+    from distserve.worker.rank_executor import RankExecutor
+
+    return RankExecutor(config, model)

@@ -1,12 +1,21 @@
-"""The ranks that share one tensor-parallel slice of work, over a process group that the caller passes in."""
+"""How a rank works with the others of its instance: a group that holds slices of the same layers, and pipes
+to the stages before and after it. The process groups below them are passed in by the caller.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from distserve.core.shapes import Shape
+
+
+class RankLost(RuntimeError):
+    """Another rank of this instance has ended, failed or does not answer: the instance must start again."""
 
 
 class Collectives(Protocol):
@@ -41,7 +50,7 @@ class ParallelGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, **in place**; returns `tensor`. `RuntimeError` if a peer is lost."""
-        if self._collectives is not None and self.size > 1:
+        if self._collectives is not None and self.size > 1 and tensor.numel():
             self._collectives.allreduce([tensor]).wait()
         return tensor
 
@@ -51,11 +60,49 @@ class ParallelGroup:
 
         Widths may differ: slices travel padded to the widest, since the collective wants equal shapes.
         """
-        if self._collectives is None or self.size == 1:
-            return tensor
+        if self._collectives is None or self.size == 1 or not tensor.shape[0]:
+            return tensor if self.size == 1 else tensor.new_empty((*tensor.shape[:-1], sum(widths)))
         widest = max(widths)
         if tensor.shape[-1] < widest:
             tensor = torch.nn.functional.pad(tensor, (0, widest - tensor.shape[-1]))
         slices = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._collectives.allgather([slices], [tensor.contiguous()]).wait()
         return torch.cat([part[..., :width] for part, width in zip(slices, widths, strict=True)], dim=-1)
+
+
+class Pipe(Protocol):
+    """One way from a rank to the rank of the next stage with the same slice."""
+
+    def send(self, tensor: Tensor) -> None:
+        """Returns as soon as the tensor need not be kept. `RankLost` if the next stage is lost."""
+        ...
+
+    def receive(self, into: Tensor) -> None:
+        """Fills a contiguous tensor of the shape and dtype that was sent. Raises `RankLost`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankLinks:
+    """A rank's place in its instance and its ways to the others. Without arguments: an instance of one
+    rank.
+    """
+
+    shape: Shape = field(default_factory=Shape)
+    rank: int = 0
+    group: ParallelGroup = field(default_factory=ParallelGroup)
+    pipe_in: Pipe | None = None  # None: the first stage
+    pipe_out: Pipe | None = None  # None: the last stage
+
+    @property
+    def stage(self) -> int:
+        return self.shape.coordinates(self.rank)[0]
+
+    @property
+    def samples(self) -> bool:
+        """The one rank that chooses the tokens: the first of the last stage."""
+        return self.rank == sampling_rank(self.shape)
+
+
+def sampling_rank(shape: Shape) -> int:
+    return shape.rank(shape.pp - 1, 0)

@@ -17,7 +17,7 @@ from distserve.core.shapes import head_range, layer_range
 from distserve.models.registry import load_model
 from distserve.worker.device import parse_device
 from distserve.worker.kv_cache import CacheShape, KVCache, free_bytes, pool_blocks
-from distserve.worker.parallel import ParallelGroup
+from distserve.worker.parallel import RankLinks
 from distserve.worker.sampler import Sampler
 from distserve.worker.step import StepInput, StepItem, StepOutput
 from distserve_kernels.backend import AttentionBackend, PrefillMeta, choose_backend
@@ -145,30 +145,47 @@ class StepTensors:
 
 
 class ModelRunner:
-    """Model, KV cache and sampler of one rank. Not thread-safe."""
+    """Model, KV cache and sampler of one rank. Not thread-safe.
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, group: ParallelGroup) -> None:
-        """Loads the weights and allocates the pool. Raises `ConfigError` for what does not fit."""
-        self.device = parse_device(config.devices[group.rank]).torch_device
-        dtype = TORCH_DTYPE[config.dtype]
-        layers = layer_range(model.num_layers, config.pp, 0)
-        self._model = load_model(resolve_model(config.model), group, layers, dtype, self.device)
+    Loads the weights; raises `ConfigError` for degrees of parallelism that the model does not allow. The pool
+    comes with `allocate`, once all ranks know how many blocks each of them can have.
+    """
+
+    kv_cache: KVCache
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, links: RankLinks | None = None) -> None:
+        self._links = links = links or RankLinks()
+        self._config = config
+        self._hidden_size = model.hidden_size
+        self.device = parse_device(config.devices[links.rank]).torch_device
+        self._dtype = dtype = TORCH_DTYPE[config.dtype]
+        layers = layer_range(model.num_layers, config.pp, links.stage)
+        self._model = load_model(resolve_model(config.model), links.group, layers, dtype, self.device)
         self._backend = choose_backend(
             self.device, dtype, model.head_dim, config.block_size, config.attention_backend
         )
-        heads = len(head_range(model.num_kv_heads, group.size, group.rank))
-        shape = CacheShape(len(layers), heads, model.head_dim, config.block_size, dtype)
-        context = config.max_context or model.max_context
-        blocks = pool_blocks(config, shape.block_bytes, context, self.device, free_bytes(self.device))
-        self.kv_cache = KVCache(self._backend, shape, blocks, self.device)
-        per_sequence = -(-context // config.block_size)
+        heads = len(head_range(model.num_kv_heads, links.group.size, links.group.rank))
+        self._shape = CacheShape(len(layers), heads, model.head_dim, config.block_size, dtype)
+        self._context = config.max_context or model.max_context
+        per_sequence = -(-self._context // config.block_size)
         self._tensors = StepTensors(config.max_batch_size, per_sequence, config.block_size, self.device)
         self._sampler = Sampler(model.vocab_size, self.device)
+
+    def affordable_blocks(self, sharers: int = 1) -> int:
+        """Blocks that this rank can have, `sharers` ranks of the instance taking equal parts of the memory
+        that is free now. Raises `ConfigError`.
+        """
+        free = free_bytes(self.device) // sharers
+        return pool_blocks(self._config, self._shape.block_bytes, self._context, self.device, free)
+
+    def allocate(self, blocks: int) -> None:
+        """Makes the pool."""
+        self.kv_cache = KVCache(self._backend, self._shape, blocks, self.device)
         logger.info(
             "%s: %d blocks of %d tokens, %.1f MB of KV cache",
-            config.instance,
+            self._config.instance,
             blocks,
-            config.block_size,
+            self._config.block_size,
             self.kv_cache.bytes / 1e6,
         )
 
@@ -177,31 +194,49 @@ class ModelRunner:
         return self._backend.name
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        """Computes the step and samples where asked. Raises `KeyError` for a sequence that has not joined."""
-        for key in step.leaving:
-            self._sampler.leave(key)
-        for joining in step.joining:
-            self._sampler.join(joining)
+    def execute(self, step: StepInput) -> StepOutput | None:
+        """Computes the step and samples where asked; None on a rank that does not sample.
+
+        Raises `KeyError` for a sequence that has not joined, `RankLost` if a rank that this one waits for is
+        lost.
+        """
+        links = self._links
+        if links.samples:
+            for key in step.leaving:
+                self._sampler.leave(key)
+            for joining in step.joining:
+                self._sampler.join(joining)
         items = step.items
         if not items:
-            return StepOutput([], [])
+            return StepOutput([], []) if links.samples else None
         order = None
         if any(len(item.tokens) > 1 for item in items):
             order = sorted(range(len(items)), key=lambda i: len(items[i].tokens) > 1)
             items = [items[i] for i in order]
         chosen = [i for i, item in enumerate(items) if item.sample]
         rows = None
-        if len(chosen) < len(items) or order is not None:
+        if links.pipe_out is None and (len(chosen) < len(items) or order is not None):
             last = np.cumsum([len(item.tokens) for item in items]) - 1
             if order is not None:
                 chosen.sort(key=order.__getitem__)
             rows = torch.from_numpy(last[chosen]).to(self.device)
-        ids, positions, slots, decode, prefill = self._tensors.build(items)
+        inputs, positions, slots, decode, prefill = self._tensors.build(items)
+        if links.pipe_in is not None:
+            inputs = torch.empty((len(positions), self._hidden_size), dtype=self._dtype, device=self.device)
+            links.pipe_in.receive(inputs)
         attention = PagedAttention(self._backend, self.kv_cache, slots, decode, prefill)
-        hidden = self._model.forward(ids, positions, attention, rows)
-        if not chosen:
-            return StepOutput([], [])
-        keys = [items[i].key for i in chosen]
-        places = [items[i].start + len(items[i].tokens) for i in chosen]
-        return StepOutput(*self._sampler.sample(self._model.logits(hidden), keys, places))
+        hidden = self._model.forward(inputs, positions, attention, rows)
+        if links.pipe_out is not None:
+            links.pipe_out.send(hidden)
+            return None
+        return self._choose(hidden, [items[i] for i in chosen])
+
+    def _choose(self, hidden: Tensor, items: Sequence[StepItem]) -> StepOutput | None:
+        """Samples the next token of each item from its row of `hidden`. All ranks of the stage come here."""
+        if not items:
+            return StepOutput([], []) if self._links.samples else None
+        logits = self._model.logits(hidden)
+        if not self._links.samples:
+            return None
+        places = [item.start + len(item.tokens) for item in items]
+        return StepOutput(*self._sampler.sample(logits, [item.key for item in items], places))

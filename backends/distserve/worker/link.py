@@ -1,0 +1,91 @@
+"""Frames of bytes between the leader of an instance and one of its other ranks."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+
+_LENGTH = struct.Struct("<I")
+_TIMEVAL = struct.Struct("@ll")
+_READ_BYTES = 1 << 18
+LARGEST_FRAME = 1 << 28
+
+
+class Link:
+    """A stream socket. Any thread may send, one thread receives.
+
+    Whoever is at the other end belongs to the same instance, so a frame is trusted; one that cannot be taken
+    off our hands within `send_timeout_s` ends the link.
+    """
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
+        sock.setblocking(True)
+        whole = int(send_timeout_s)
+        limit = _TIMEVAL.pack(whole, int((send_timeout_s - whole) * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._incoming = bytearray()
+        self._frames: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Raises `OSError` if the other side is gone or does not read."""
+        with self._lock:
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next frame. None waits until there is one or the other side ends.
+
+        Raises `EOFError` when the other side is gone, `TimeoutError`.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._frames:
+            if until is not None:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLIN)
+                if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                    raise TimeoutError
+            self._frames.extend(self.read())
+        return self._frames.popleft()
+
+    def read(self) -> list[bytes]:
+        """The frames that one read of the socket completes; waits for it to have something.
+
+        Raises `EOFError` when the other side is gone.
+        """
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except ConnectionError as error:
+            raise EOFError(str(error)) from None
+        if not data:
+            raise EOFError("closed by the other side")
+        buffer = self._incoming
+        buffer += data
+        frames = []
+        while len(buffer) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer)
+            if size > LARGEST_FRAME:
+                raise EOFError(f"frame of {size} bytes, allowed are {LARGEST_FRAME}")
+            end = _LENGTH.size + size
+            if len(buffer) < end:
+                break
+            frames.append(bytes(buffer[_LENGTH.size : end]))
+            del buffer[:end]
+        return frames
+
+    def end(self) -> None:
+        """The other side, and a thread that receives here, find the end of the file. From any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,122 @@
+"""`python -m distserve.worker.rank --fd N`: one further rank of an instance.
+
+The leader says at the other end of `fd` what to load; after that come steps, until it ends the connection.
+All that takes part in the transfer of KV happens in a second thread, over a second connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from distserve.core.config import EngineConfig
+from distserve.core.model_config import ModelConfig, resolve_model
+from distserve.core.parsing import ConfigError
+from distserve.core.shapes import Shape
+from distserve.worker.link import Link
+from distserve.worker.parallel import RankLinks, RankLost
+from distserve.worker.sharing import sharers
+from distserve.worker.step_codec import StepDecoder, encode_output
+
+logger = logging.getLogger(__name__)
+
+START_S = 600.0  # for the leader to load its own slice, and as long for the others
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Status 0: the leader has ended the connection; 1: failed, the leader knows why."""
+    parser = argparse.ArgumentParser(prog="python -m distserve.worker.rank", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the leader")
+    fd = parser.parse_args(argv).fd
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the server, which ends us in order
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader, which gets it as well, ends us in order
+    steps = Link(socket.socket(fileno=fd), START_S)
+    try:
+        start = msgpack.unpackb(steps.receive(START_S))
+        _serve(steps, start)
+    except EOFError:
+        return 0
+    except RankLost as error:  # the leader finds out by itself which rank was the first
+        print(f"rank: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            traceback.print_exc()
+        _tell(steps, {"error": f"{type(error).__name__}: {error}", "config": isinstance(error, ConfigError)})
+        return 1
+    return 0
+
+
+def _serve(steps: Link, start: dict[str, Any]) -> None:
+    config, rank = EngineConfig.load(json.loads(start["config"])), int(start["rank"])
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {config.instance}/{rank} %(levelname)s %(name)s: %(message)s",
+    )
+    from distserve.transfer.agent import RankAgent
+    from distserve.worker.device import bind_device, parse_device
+    from distserve.worker.runner import ModelRunner
+
+    bind_device(parse_device(config.devices[rank]))
+    links = _connect(config, rank, start)
+    runner = ModelRunner(config, ModelConfig.load(resolve_model(config.model)), links)
+    steps.send(msgpack.packb({"loaded": rank}))
+    steps.receive(START_S)  # all ranks have loaded: what is free now can be shared
+    blocks = runner.affordable_blocks(sharers(config, rank))
+    steps.send(msgpack.packb({"blocks": blocks}))
+    runner.allocate(msgpack.unpackb(steps.receive(START_S))["blocks"])
+    steps.send(msgpack.packb({"pid": os.getpid()}))
+    side = Link(socket.socket(fileno=start["side"]), config.rank_timeout_s)
+    agent = RankAgent(runner.kv_cache, side, links.shape, rank)
+    thread = threading.Thread(target=agent.run, name="rank-agent", daemon=True)
+    thread.start()
+    gc.collect()
+    gc.freeze()  # weights and modules live as long as the process: later collections skip them
+    decoder = StepDecoder()
+    try:
+        while True:
+            output = runner.execute(decoder.decode(steps.receive()))  # the leader's end ends this wait
+            if output is not None:
+                steps.send(encode_output(output))
+    finally:
+        agent.stop()
+        thread.join(2.0)
+
+
+def _connect(config: EngineConfig, rank: int, start: dict[str, Any]) -> RankLinks:
+    from distserve.worker.device import parse_device
+    from distserve.worker.process_groups import connect_groups, join_store
+    from distserve.worker.wires import RankWires, connect_wires
+
+    shape = Shape(config.tp, config.pp)
+    if start["wires"] is not None:
+        wires = RankWires.from_wire(start["wires"])
+        return connect_wires(wires, shape, rank, config.devices, config.rank_timeout_s)
+    device = parse_device(config.devices[rank]).torch_device
+    kind = "nccl" if device.type == "cuda" else "gloo"
+    store = join_store(start["store"], config.rank_timeout_s)
+    host = start["store"].rpartition(":")[0]
+    return connect_groups(kind, store, shape, rank, device, config.rank_timeout_s, host)
+
+
+def _tell(steps: Link, message: dict[str, Any]) -> None:
+    try:
+        steps.send(msgpack.packb(message))
+    except OSError:
+        logger.info("the leader is gone")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
