@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import deployed, greedy_mismatches, write_repository
+from serving import Deployment, deployed, greedy_mismatches, write_repository
 
-from distserve_tools.client import Client
+from distserve_tools.client import Client, RequestError
 from distserve_tools.processes import ProcessId, descendants, session_members, wait_gone
 from distserve_tools.status import only_local_server
 from distserve_tools.supervise import Supervisor, stubs_by_model
@@ -55,11 +55,11 @@ def test_a_dead_stub_is_brought_back(zoo: Zoo, tmp_path: Path) -> None:
         supervisor = Supervisor(running.server, events.append)
         supervisor.start()
         try:
-            for name in ("decode_0", "prefill_0"):
+            for name in ("decode_0", "prefill_0", "orchestrator"):
                 (stub,) = stubs_by_model(running.server.pid)[name]
                 os.kill(stub.pid, signal.SIGKILL)
                 deadline = time.monotonic() + 60
-                while supervisor.restarts[name] == 0 or not running.status()["ready"]:
+                while supervisor.restarts[name] == 0 or not ready(running):
                     assert time.monotonic() < deadline, events
                     time.sleep(0.1)
                 answer = running.client.complete(prompt(20), timeout_s=60, max_tokens=20, **GREEDY)
@@ -67,6 +67,13 @@ def test_a_dead_stub_is_brought_back(zoo: Zoo, tmp_path: Path) -> None:
             running.wait_idle()
         finally:
             supervisor.stop()
+
+
+def ready(deployment: Deployment) -> bool:
+    try:
+        return bool(deployment.client.control("status", timeout_s=3.0)["ready"])
+    except RequestError:
+        return False
 
 
 def serve_command(repository: Path, log: Path) -> list[str]:
