@@ -131,7 +131,7 @@ class _RowKernels(RowOperations, Protocol):
 
 
 def _cuda(x: Tensor, fits: bool = True) -> RowOperations:
-    """The kernels for a CUDA tensor, or torch where they can't serve it (`fits`: for all the caller knows)."""
+    """The kernels for a CUDA tensor, or torch where they can't serve it (`fits`: says the caller)."""
     kernels = _row_kernels()
     return kernels if kernels is not None and fits and kernels.serves(x) else ops_reference
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from distserve_kernels.triton_lang.kernels.pages import copy_blocks
 from distserve_kernels.triton_lang.kernels.pages import store as store_kernel
 from distserve_kernels.triton_lang.launch import FUSED, ceil_div, packed_rows, padded
-from distserve_kernels.triton_lang.rows import heads_per_program
+from distserve_kernels.triton_lang.rows import copy_warps, heads_per_program
 
 COPY_BYTES = 8192  # of a program of `copy_blocks`
 
@@ -33,7 +33,7 @@ def store(k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: T
         HEAD_DIM=dim,
         BLOCK_H=block,
         BLOCK_D=padded(dim),
-        num_warps=4,
+        num_warps=copy_warps(block * padded(dim) * k.element_size()),
         **FUSED,
     )
 

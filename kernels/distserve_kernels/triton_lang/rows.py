@@ -116,7 +116,7 @@ def _rotate(
         BLOCK_H=block,
         BLOCK_C=next_power_of_2(half),
         BLOCK_D=padded(dim),
-        num_warps=4,
+        num_warps=copy_warps(block * next_power_of_2(half) * q.element_size()),
         **FUSED,
     )
 
@@ -124,6 +124,11 @@ def _rotate(
 def heads_per_program(heads: int, head_dim: int) -> int:
     """Heads of one token that a program takes: about `_TILE` elements, no more than there are."""
     return min(max(1, _TILE // padded(head_dim)), next_power_of_2(heads))
+
+
+def copy_warps(tile_bytes: int) -> int:
+    """Warps for a tile of this size: as many as each thread has 16 bytes to load, up to 4."""
+    return min(max(1, tile_bytes // (16 * 32)), 4)
 
 
 def norm_block(n: int) -> tuple[int, int, int]:

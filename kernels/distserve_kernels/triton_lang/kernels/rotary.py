@@ -50,15 +50,11 @@ def rotary_store(
             keys + slot * (KV_HEADS * HEAD_DIM), slot, STORE, HEAD_DIM, HALF, BLOCK_C, BLOCK_D,
         )  # fmt: skip
     elif STORE:
-        head = (part - Q_PARTS - KV_PARTS) * BLOCK_H + line
         slot = tl.load(slots + token)
-        column = tl.arange(0, BLOCK_D)
-        mask = (head < KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
-        row = tl.load(
-            v + token * v_stride + (head * v_head_stride)[:, None] + column[None, :], mask=mask, other=0.0
-        )
-        to = values + slot * (KV_HEADS * HEAD_DIM) + (head * HEAD_DIM)[:, None] + column[None, :]
-        tl.store(to, row, mask=mask & (slot >= 0))
+        if slot >= 0:
+            head = (part - Q_PARTS - KV_PARTS) * BLOCK_H + line
+            to = values + slot * (KV_HEADS * HEAD_DIM)
+            copy_heads(v + token * v_stride, v_head_stride, to, head, KV_HEADS, 0, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -84,14 +80,23 @@ def rotate(
     turned = (second * c + first * s).to(dtype)
     tl.store(heads + at, rotated, mask=mask)
     tl.store(heads + at + HALF, turned, mask=mask)
-    if STORE:
-        mask = mask & (slot >= 0)
-        to = page_row + (head * HEAD_DIM)[:, None] + pair[None, :]
-        tl.store(to, rotated, mask=mask)
-        tl.store(to + HALF, turned, mask=mask)
-        if 2 * HALF < HEAD_DIM:
-            column = tl.arange(0, BLOCK_D)
-            rest = (head < head_count)[:, None] & ((column >= 2 * HALF) & (column < HEAD_DIM))[None, :]
-            tail = tl.load(heads + (head * head_stride)[:, None] + column[None, :], mask=rest, other=0.0)
-            to = page_row + (head * HEAD_DIM)[:, None] + column[None, :]
-            tl.store(to, tail, mask=rest & (slot >= 0))
+    if STORE:  # noqa: SIM102 - a constant, not to be joined to what only the device knows
+        if slot >= 0:
+            to = page_row + (head * HEAD_DIM)[:, None] + pair[None, :]
+            tl.store(to, rotated, mask=mask)
+            tl.store(to + HALF, turned, mask=mask)
+            if 2 * HALF < HEAD_DIM:
+                copy_heads(heads, head_stride, page_row, head, head_count, 2 * HALF, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def copy_heads(
+    heads, head_stride, page_row, head, head_count, first,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copies the channels from `first` on of some heads of one token to their row in the pages."""
+    column = tl.arange(0, BLOCK_D)
+    mask = (head < head_count)[:, None] & ((column >= first) & (column < HEAD_DIM))[None, :]
+    row = tl.load(heads + (head * head_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+    tl.store(page_row + (head * HEAD_DIM)[:, None] + column[None, :], row, mask=mask)
