@@ -16,7 +16,7 @@ from distserve.transfer.handle import Handle, Layout
 from distserve.transfer.leases import Claimant
 from distserve.transfer.memory import host_id
 from distserve.transfer.packing import Packer, Pages
-from distserve.transfer.plan import contacts
+from distserve.transfer.plan import Slice, contacts
 from distserve.transfer.pull import Pull, TransferStats
 from distserve.transfer.receiver import PairKey, Receiver, ReceiverConfig
 from distserve.transfer.source import STAGING_BYTES, first_layer_and_head, require_backend, staging_units
@@ -59,6 +59,7 @@ class KVPuller:
         require_backend(backend, packer)
         host = host_id(packer.device) if shared_memory else ""
         self._config = ReceiverConfig(packer, layout, claimant, rank, secret, backend, host, units, idle_s)
+        self._calls: dict[Shape, dict[int, list[Slice]]] = {}
         self._lock = threading.Lock()
         self._receivers: dict[PairKey, Receiver] = {}
         self._pulls: dict[Future[TransferStats], Pull] = {}
@@ -79,8 +80,7 @@ class KVPuller:
         if dst_blocks and (min(dst_blocks) < 0 or max(dst_blocks) >= self._num_blocks):
             raise ValueError(f"dst_blocks: ids must be in [0, {self._num_blocks})")
         blocks = torch.tensor(list(dst_blocks), dtype=torch.int64, device=self._device)
-        layout = self._layout
-        calls = contacts(handle.layout.shape, self._shape, layout.layers, layout.kv_heads)[self._rank]
+        calls = self._contacts(handle.layout.shape)
         pull = Pull(handle, blocks, mark(self._device), deadline, len(calls))
         pull.future.add_done_callback(self._forget)
         with self._lock:
@@ -124,6 +124,15 @@ class KVPuller:
         until = time.monotonic() + timeout_s
         for receiver in receivers:
             receiver.join(max(0.0, until - time.monotonic()))
+
+    def _contacts(self, src: Shape) -> dict[int, list[Slice]]:
+        """The source ranks that this rank calls; kept, as there are few shapes and many pulls."""
+        calls = self._calls.get(src)
+        if calls is None:
+            layout = self._layout
+            by_rank = contacts(src, self._shape, layout.layers, layout.kv_heads)
+            calls = self._calls[src] = by_rank[self._rank]
+        return calls
 
     def _receiver(self, handle: Handle, src_rank: int) -> Receiver:
         """The pair with a source rank. Pairs with earlier starts of the same instance are ended."""

@@ -192,10 +192,9 @@ class Receiver:
         self._copies = Copies(packer, self._channel, self._config.units, kind)
 
     def _receive(self, control: Control, pull: Pull, slices: Sequence[Slice], accepted: Accepted) -> bool:
-        """True once all is in place; False if the pull was abandoned, after the messages that were on their
-        way.
+        """True once all is in place; False if the pull was abandoned, after what was on its way has come.
 
-        The source sends a message only after this end has said "ready" for it.
+        The source may send the first message of each lane at once, every further one after a "ready" for it.
         """
         channel, copies = self._channel, self._copies
         if accepted.messages == 0 or channel is None or copies is None:
@@ -203,14 +202,15 @@ class Receiver:
         copies.after(pull.event)
         in_flight: deque[tuple[int, list[Piece]]] = deque()
         for index, message in enumerate(messages(slices, len(pull.blocks), accepted.units)):
-            if len(in_flight) == channel.lanes:
+            lane, further = index % channel.lanes, index >= channel.lanes
+            if further:
                 self._land(channel, copies, pull, *in_flight.popleft())
-            if pull.error is not None:
-                break
-            lane = index % channel.lanes
+                if pull.error is not None:
+                    break
             with copies.current():
                 channel.recv(lane, copies.target(lane, message))
-            control.send({"op": "ready"}, pull.deadline)
+            if further:
+                control.send({"op": "ready"}, pull.deadline)
             in_flight.append((lane, message))
         while in_flight:
             self._land(channel, copies, pull, *in_flight.popleft())

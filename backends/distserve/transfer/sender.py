@@ -71,6 +71,7 @@ class Sender:
         self._config = config
         self._record = record
         self._control = Control(sock)
+        self._calls: tuple[Shape, dict[int, dict[int, list[Slice]]]] | None = None
         self._channel: Channel | None = None
         self._copies: Copies | None = None
 
@@ -133,9 +134,7 @@ class Sender:
                 "wrong_blocks", f"num_blocks={request.num_blocks}: the handle has {handle.num_blocks}"
             )
         try:
-            calls = contacts(
-                config.shape, request.claimant.shape, config.layout.layers, config.layout.kv_heads
-            )
+            calls = self._contacts(request.claimant.shape)
             slices = calls[request.rank].get(config.rank, [])
             count, units = message_units(slices, request.num_blocks, min(config.units, request.units))
         except (ConfigError, ValueError) as error:
@@ -144,6 +143,13 @@ class Sender:
         size = total_units(slices, request.num_blocks) * config.packer.unit * config.packer.dtype.itemsize
         kind = "memory" if config.host and config.host == request.host else config.backend
         return Job(claim, slices, count, units, size, kind, start + min(config.timeout_s, request.timeout_s))
+
+    def _contacts(self, shape: Shape) -> dict[int, dict[int, list[Slice]]]:
+        """A puller's shape stays what it is, so the last answer is kept."""
+        if self._calls is None or self._calls[0] != shape:
+            layout = self._config.layout
+            self._calls = shape, contacts(self._config.shape, shape, layout.layers, layout.kv_heads)
+        return self._calls[1]
 
     def _transfer(self, job: Job) -> bool:
         """True once the puller has confirmed, False if it has cancelled. Raises `TransferError`."""
@@ -165,9 +171,8 @@ class Sender:
 
     def _send(self, job: Job, channel: Channel, copies: Copies) -> bool:
         blocks = torch.tensor(job.claim.blocks, dtype=torch.int64, device=self._config.packer.device)
-        allowed = (
-            0  # messages the puller is ready for; so neither end ever waits inside a group for a slow peer
-        )
+        # messages that the puller is ready for; so neither end waits inside a group for a peer that is busy
+        allowed = channel.lanes
         for index, message in enumerate(messages(job.slices, len(blocks), job.units)):
             lane = index % channel.lanes
             while allowed <= index:

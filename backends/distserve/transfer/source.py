@@ -18,7 +18,7 @@ from distserve.transfer.packing import Packer, Pages
 from distserve.transfer.sender import Sender, SenderConfig
 
 MOST_PAIRS = 1024
-STAGING_BYTES = 8 << 20  # of one buffer; two per pair
+STAGING_BYTES = 4 << 20  # of one buffer; two per pair
 
 
 @dataclass(slots=True)
