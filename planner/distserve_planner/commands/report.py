@@ -7,16 +7,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from distserve.core.parsing import ConfigError
+from distserve_planner.commands_output import bars
 from distserve_planner.placement_file import read_placement
-from distserve_planner.report.arguments import add_case_arguments, parse_shape, placed_deployment, problem_of
+from distserve_planner.planning_options import add_planning_arguments, planning_problem
+from distserve_planner.report.arguments import placed_deployment
 from distserve_planner.report.build import build, write
 from distserve_planner.report.document import document
 from distserve_planner.report.effort import Effort
@@ -41,46 +41,38 @@ examples:
 writes OUTPUT/report.html, which needs nothing else, and OUTPUT/figures/*.png
 """
 
-Tell = Callable[[str, int, int], None]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `planner report`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
-    add_case_arguments(parser)
-    parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (%(default)s)")
-    parser.add_argument(
+    add_planning_arguments(parser)
+    what = parser.add_argument_group("report")
+    what.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (%(default)s)")
+    what.add_argument(
         "--objective",
         choices=("per-device", "cluster", "least-devices"),
         default="per-device",
-        help="%(default)s",
+        help="what is best, see planner search (%(default)s)",
     )
-    parser.add_argument("--rate", type=float, metavar="RPS", help="target rate, for least-devices")
-    parser.add_argument(
-        "--placement", type=Path, metavar="FILE", help="draw this placement beside the others"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer requests and points; numbers within some %%"
-    )
-    parser.add_argument("--search-time", action="store_true", help="also measure the search itself (slow)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON on standard output")
+    what.add_argument("--rate", type=float, metavar="RPS", help="target rate, for least-devices")
+    what.add_argument("--placement", type=Path, metavar="FILE", help="draw this placement beside the others")
+    what.add_argument("--search-time", action="store_true", help="also measure the search itself (slow)")
+    what.add_argument("--json", action="store_true", help="print the numbers as JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the report; returns the exit code. Raises `ConfigError`."""
     require_matplotlib()
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"--jobs={args.jobs}: must be at least 1")
     began = time.monotonic()
     effort = Effort.quick() if args.quick else Effort.full()
     jobs = args.jobs or os.cpu_count() or 1
-    problem, workload = problem_of(args, effort)
+    problem, workload = planning_problem(args)
+    usual = problem.unified_shape
+    problem = replace(problem, unified_shape=None)  # vLLM++ is the best of all shapes
     own = _given(args.placement, problem)
-    usual = parse_shape(args.vllm_shape, "--vllm-shape") if args.vllm_shape else None
     console = Console(stderr=True)
-    with _bars(console) as tell:
+    with bars(console) as tell:
         result = search(
             problem, Objective(args.objective, args.rate), jobs, lambda s, d, n: tell(f"search: {s}", d, n)
         )
@@ -133,18 +125,3 @@ def _footer(args: argparse.Namespace, effort: Effort) -> str:
         f"Written by planner report {options} ({effort.name}: {effort.curve_requests} requests per point of "
         "a curve). The paper is DistServe, OSDI'24 (arXiv 2401.09670)."
     )
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Tell]:
-    """A bar for each stage, on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done, total=total)
-
-        yield tell

@@ -104,7 +104,8 @@ def curves_section(data: AttainmentCurves) -> Section:
     reading += "".join(f", {s.label} {s.goodput:.3g}" if s.goodput else f", {s.label} none" for s in others)
     colocated = next((s for s in data.ranked if s.role in ("best", "vllm", "chunked")), None)
     if colocated is not None and first.role in ("high", "low") and colocated.goodput > 0:
-        reading += f"; that is {factor(first.goodput, colocated.goodput)} the rate of {colocated.label}"
+        ratio = factor(first.goodput, colocated.goodput)
+        reading += f". {first.label} has {ratio} the goodput of {colocated.label}"
     reading += (
         f". Against scale, at {per_device(data.scale_rate)}, both objectives are multiplied by it; a curve "
         "that reaches the dashed line further right holds under tighter objectives"

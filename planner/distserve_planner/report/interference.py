@@ -165,8 +165,7 @@ def _rates_section(data: Interference) -> Section:
     prefill, decode = data.ttft[1].limit or 0.0, data.tpot[1].limit or 0.0
     reading = (
         f"One instance ({data.shape}) that serves both phases keeps {name} TTFT and TPOT within the "
-        f"objectives up to {both:.3g} requests/s; given prefill only it could take {prefill:.3g}, decode "
-        f"only {decode:.3g}. "
+        f"objectives {_up_to(both)}; with prefill only {_up_to(prefill)}, with decode only {_up_to(decode)}. "
     )
     if both > 0 and prefill > 0 and decode > 0:
         ideal = 1 / (1 / prefill + 1 / decode)
@@ -204,6 +203,10 @@ def _rates_section(data: Interference) -> Section:
             ],
         ),
     )
+
+
+def _up_to(rate: float) -> str:
+    return f"up to {rate:.3g} requests/s" if rate > 0 else "at no rate"
 
 
 def _least(*limits: float | None) -> float:

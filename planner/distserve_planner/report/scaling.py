@@ -55,7 +55,7 @@ def scaling(case: Case, effort: Effort, goodputs: Mapping[Deployment, float], wo
     sizes = cluster_sizes(case.problem)
     steps: dict[str, tuple[Step, ...]] = {}
     if "high" in case.problem.families:
-        steps["high"] = _algorithm1(case, effort, sizes, workers)
+        steps["high"] = _algorithm1(case, effort, sizes, goodputs, workers)
     for role in ("low", "best", "chunked"):
         units = _units(case, role, goodputs)
         if units:
@@ -86,7 +86,13 @@ def replicated(sizes: tuple[int, ...], units: Sequence[tuple[Deployment, float]]
     return tuple(steps)
 
 
-def _algorithm1(case: Case, effort: Effort, sizes: tuple[int, ...], workers: Workers) -> tuple[Step, ...]:
+def _algorithm1(
+    case: Case,
+    effort: Effort,
+    sizes: tuple[int, ...],
+    goodputs: Mapping[Deployment, float],
+    workers: Workers,
+) -> tuple[Step, ...]:
     problem = case.problem
     small = [s for s in case.result.shapes.fitting if s.ranks < problem.cluster.num_devices]
     tasks = [PhaseTask("prefill", shape, high_hops(problem, shape)) for shape in small]
@@ -105,6 +111,9 @@ def _algorithm1(case: Case, effort: Effort, sizes: tuple[int, ...], workers: Wor
         ]
     )
     rates = {i: r.rate for i, r in zip(chosen, joint, strict=True) if isinstance(r, Goodput)}
+    searched = [(d.devices, rate) for d, rate in goodputs.items() if d.family == "high"]
+    for i in rates:  # the search has tried more combinations than the one that the arithmetic prefers
+        rates[i] = max([rates[i], *(rate for devices, rate in searched if devices <= sizes[i])])
     return tuple(
         Step(size, 0.0, "")
         if candidate is None

@@ -13,7 +13,7 @@ from distserve_planner.report.effort import Effort
 from distserve_planner.report.section import Panel, Section, missing, table
 from distserve_planner.report.style import colour
 from distserve_planner.report.systems import Case, with_nodes
-from distserve_planner.report.text import Done
+from distserve_planner.report.text import Done, plural
 from distserve_planner.search.problem import Family, Problem
 from distserve_planner.search.result import Objective
 from distserve_planner.search.search import search
@@ -21,6 +21,7 @@ from distserve_planner.slo import Slo, seconds
 
 TITLE, PAPER = "Search time", "Fig. 12"
 DEVICES = (2, 4, 8, 16, 32)
+MODEL_DEVICES = 8  # at least, so that the largest model fits
 FAMILIES: tuple[tuple[str, Family], ...] = (("DistServe-High", "high"), ("DistServe-Low", "low"))
 
 
@@ -72,8 +73,9 @@ def search_time(case: Case, effort: Effort, cores: int, done: Done | None = None
             if timed.seconds > effort.timed_search_s:
                 break
     by_model = []
+    larger = with_nodes(problem, max(MODEL_DEVICES, problem.cluster.num_devices))
     for name in sibling_models(problem):
-        by_model.append(measure("model", name, _with_model(problem, name), cores))
+        by_model.append(measure("model", name, _with_model(larger, name), cores))
         tick()
     by_jobs = []
     for jobs in jobs_tried:
@@ -191,6 +193,7 @@ def _draw_named(axes: Any, timed: tuple[Timed, ...], name: str) -> None:
         axes.bar([i], [t.seconds], width=0.55, facecolor=face, edgecolor=colour("shade3"))
         axes.text(i, t.seconds, seconds(t.seconds), ha="center", va="bottom", fontsize=9, color=colour("ink"))
     axes.set_xticks(places, [t.value for t in timed])
-    axes.set(xlabel=name, ylabel="search (s)", title=name)
+    devices = timed[0].devices
+    axes.set(xlabel=name, ylabel="search (s)", title=f"{name}, {plural(devices, 'device')}")
     axes.set_ylim(0, 1.2 * max(t.seconds for t in timed))
     axes.grid(axis="x", visible=False)
