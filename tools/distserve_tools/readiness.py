@@ -8,6 +8,7 @@ from typing import Any
 from distserve_tools.client import Client, RequestError
 
 _PAUSE_S = 0.2
+_PROBE = (0, 1, 2, 3)  # token ids that every vocabulary has
 
 
 class NotServingError(RuntimeError):
@@ -32,6 +33,18 @@ def wait_until_serving(client: Client, timeout_s: float) -> dict[str, Any]:
         if time.monotonic() > deadline:
             raise NotServingError("\n".join(["not every instance can be used:", *problems]))
         time.sleep(_PAUSE_S)
+
+
+def probe(client: Client, timeout_s: float = 60.0) -> None:
+    """Sends one short request through prefill, transfer and decode, before any client's.
+
+    It pays for what is made at first use (buffers, the connection between two instances), and finds
+    instances that do not fit together when they meet. Raises `NotServingError`.
+    """
+    try:
+        client.complete(_PROBE, timeout_s, max_tokens=2, temperature=0.0, ignore_eos=True)
+    except RequestError as error:
+        raise NotServingError(f"a first request failed: {error}") from None
 
 
 def _problem(entry: dict[str, Any]) -> str:

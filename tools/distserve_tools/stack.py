@@ -18,7 +18,7 @@ from distserve_tools.client import Client
 from distserve_tools.console import StepLines
 from distserve_tools.launch import ServerOptions, TritonServer, http_ok
 from distserve_tools.processes import free_ports
-from distserve_tools.readiness import NotServingError, wait_until_serving
+from distserve_tools.readiness import NotServingError, probe, wait_until_serving
 from distserve_tools.repository import orchestrator_config
 from distserve_tools.supervise import Supervisor
 
@@ -45,7 +45,7 @@ class Stack:
 
 @contextlib.contextmanager
 def running(options: ServerOptions, lines: StepLines, openai_port: int | None = None) -> Iterator[Stack]:
-    """Starts everything, checks that the instances fit together, and ends everything afterwards.
+    """Starts everything, checks that a request gets through, and ends everything afterwards.
 
     `openai_port`: 0 for any free one, `None` for no front end. Raises `ServerStartError`,
     `ServerNotFoundError`, `NotServingError`.
@@ -59,6 +59,7 @@ def running(options: ServerOptions, lines: StepLines, openai_port: int | None = 
             client = stack.enter_context(Client(server.grpc_url))
             status = wait_until_serving(client, _FIRST_STATUS_S)
             lines.say("; ".join(_line(entry) for entry in status["instances"]))
+            probe(client)
 
         def greet(model: str) -> None:
             # a new orchestrator polls its instances from its first request on
