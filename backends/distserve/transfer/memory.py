@@ -48,8 +48,8 @@ def host_id(device: torch.device) -> str:
 class MemoryChannel:
     """A `Channel` in shared memory; that a message is there is said over the control connection.
 
-    The source fills a lane again only when the puller, which has unpacked what was in it, has said "ready", as
-    for every kind of channel; so a buffer is never overwritten before it was read.
+    The source fills a lane again only when the puller, which has unpacked what was in it, has said "ready",
+    as for every kind of channel; so a buffer is never overwritten before it was read.
     """
 
     lanes = LANES
