@@ -325,6 +325,10 @@ class EngineDouble:
 
     def evict(self, request_id: str) -> None:
         """Give up a running request for want of memory."""
+        self.end_with(ServingError("RESOURCE_EXHAUSTED", "evicted"), request_id)
+
+    def end_with(self, error: ServingError, request_id: str | None = None) -> None:
+        """End a running request, any if none is named, with an error."""
+        request_id = request_id or next(iter(self.running))
         owner, _ = self.running.pop(request_id)
-        error = ServingError("RESOURCE_EXHAUSTED", "evicted").to_wire()
-        self._event(owner, id=request_id, type="finished", reason="error", error=error)
+        self._event(owner, id=request_id, type="finished", reason="error", error=error.to_wire())

@@ -134,12 +134,16 @@ class InstanceLink:
             self._outbox.renew(self.leases)
 
     async def call(self, op: Op, deadline_s: float, **fields: Any) -> dict[str, Any]:
-        """One call; a refusal, silence or a reply that can't be read is a `ServingError`."""
+        """One call; a refusal, silence or a reply that can't be read is a `ServingError`.
+
+        Silence is UNAVAILABLE: DEADLINE_EXCEEDED is left to what an instance says of a request's deadline.
+        """
         message = encode({"op": op, **self._identity, **fields})
         try:
             return decode_reply(await self._client.call(message, deadline_s))
         except ServingError as error:
-            raise ServingError(error.code, f"{self.name}: {op}: {error.message}") from None
+            code = "UNAVAILABLE" if error.code == "DEADLINE_EXCEEDED" else error.code
+            raise ServingError(code, f"{self.name}: {op}: {error.message}") from None
 
     async def _run(self) -> None:
         failures = 0

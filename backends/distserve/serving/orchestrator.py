@@ -212,7 +212,9 @@ class Orchestrator:
     def continue_elsewhere(self, session: Session, error: ServingError) -> None:
         session.recoveries += 1
         self.router.remove(session)
-        if session.recoveries > self.config.max_recoveries:
+        if self.now() >= session.deadline_s:
+            session.fail(session.too_late(self.now()))
+        elif session.recoveries > self.config.max_recoveries:
             after = f"after {self.config.max_recoveries} continuations" if self.config.max_recoveries else ""
             session.fail(ServingError("UNAVAILABLE", f"gave up {after}: {error.message}".replace(" :", ":")))
         elif self.stopping:
@@ -268,12 +270,9 @@ class Orchestrator:
             self._metrics.state(self.fleet, self.router, len(self.sessions))
 
     def _check_deadlines(self, session: Session, now: float) -> None:
-        if now > session.deadline_s:
-            waited = now - session.times.arrival_s
-            session.fail(
-                ServingError("DEADLINE_EXCEEDED", f"no end after {waited:.1f} s, in state {session.state}")
-            )
+        if now >= session.deadline_s:
+            session.fail(session.too_late(now))
         elif session.state != "queued" and now - session.last_sign_s > self.config.hop_timeout_s:
             where = session.link.name if session.link is not None else "no instance"
             message = f"{where}: no sign of the request for {self.config.hop_timeout_s:g} s"
-            session.abandon_stage(ServingError("DEADLINE_EXCEEDED", message))
+            session.abandon_stage(ServingError("UNAVAILABLE", message))

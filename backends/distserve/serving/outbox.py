@@ -105,7 +105,7 @@ class Outbox:
             try:
                 reply = await self._call("submit", self._deadline_s, requests=requests)
             except ServingError as error:
-                if error.code not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                if error.code != "UNAVAILABLE":
                     raise
                 # perhaps only the reply was lost: the instance knows the ids if it has them
                 reply = await self._call("submit", self._deadline_s, requests=requests)
@@ -113,7 +113,8 @@ class Outbox:
             for request in requests:  # the instance may have got them all the same
                 self._ids["cancel"].add(request["id"])
             self._wake.set()
-            return error
+            # whatever else was refused was the call, for which no request is to blame
+            return error if error.code == "UNAVAILABLE" else ServingError("INTERNAL", error.message)
         results = reply.get("results")
         entries = results if isinstance(results, list) else []
         answered = {entry["id"]: entry for entry in entries if isinstance(entry, dict) and "id" in entry}

@@ -10,14 +10,13 @@ from distserve.serving.chunk import Chunk, Final, Sink
 from distserve.serving.link import InstanceLink
 from distserve.serving.output_text import OutputText
 from distserve.serving.params import Parameters
+from distserve.serving.recovery import RECOVERY
 from distserve.serving.schema import ServingError
 from distserve.serving.stage_times import StageTimes
 from distserve.serving.text_codec import TextCodec
 
 State = Literal["queued", "prefilling", "handoff", "decoding", "done"]
 Outcome = Literal["stop", "length", "cancelled", "error"]
-
-_FATAL = ("INVALID_ARGUMENT", "CANCELLED")
 
 
 class SessionHost(Protocol):
@@ -150,7 +149,7 @@ class Session:
 
     def on_refused(self, link: InstanceLink, error: ServingError) -> None:
         self.link = None
-        if error.code == "RESOURCE_EXHAUSTED":
+        if RECOVERY[error.code] == "wait":
             self._leave_stage()
             self._host.wait_for_room(self, link)
         else:
@@ -260,6 +259,14 @@ class Session:
         self._sink.fail(error)
         self._host.ended(self, "cancelled" if error.code == "CANCELLED" else "error", error)
 
+    def too_late(self, now: float) -> ServingError:
+        """The error of a request whose deadline has come."""
+        return ServingError(
+            "DEADLINE_EXCEEDED",
+            f"no end {now - self.times.arrival_s:.1f} s after its arrival, which is the time it had "
+            f"({self.state}, {len(self.output)} of at most {self.max_tokens} tokens)",
+        )
+
     def abandon_stage(self, error: ServingError) -> None:
         """Stop what the current instance does for the request, and continue elsewhere."""
         if self.state != "done":
@@ -279,8 +286,9 @@ class Session:
         if self.state == "done":
             return
         self._leave_stage()
-        if error.code in _FATAL:
-            self.fail(error)
+        if RECOVERY[error.code] == "final":
+            late = error.code == "DEADLINE_EXCEEDED"
+            self.fail(self.too_late(self._host.now()) if late else error)
             return
         self._leave_instances()
         self._handle = None
