@@ -20,7 +20,7 @@ from typing import Any
 from distserve.serving.frames import CONTROL_CALL, pack_frame, read_frame
 from distserve.serving.schema import decode_reply, encode
 
-READY_S = 60.0
+READY_S = 180.0
 CALL_S = 15.0
 
 
