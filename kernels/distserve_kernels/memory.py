@@ -25,8 +25,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype)
     area = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve, only slower
-        area.madvise(mmap.MADV_HUGEPAGE)
     raw = torch.frombuffer(area, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE
+    with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve, only slower
+        area.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE * HUGE_PAGE)  # the rest stays in small ones
     return raw[start : start + size].view(dtype).view(tuple(shape))

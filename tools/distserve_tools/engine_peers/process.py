@@ -58,7 +58,7 @@ class EngineWorker:
         try:
             self.about: str = self._read(start_timeout_s)["about"]
         except BaseException:
-            self.close()
+            self.close(patience_s=0)
             raise
 
     def ask(self, timeout_s: float, **request: object) -> list[dict[str, float]]:
@@ -72,12 +72,12 @@ class EngineWorker:
         timings: list[dict[str, float]] = self._read(timeout_s)
         return timings
 
-    def close(self) -> None:
-        """Ends the process, if it does not do so by itself within ten seconds by force."""
+    def close(self, patience_s: float = 10) -> None:
+        """Ends the process: it does so by itself when its stdin ends, else by force after `patience_s`."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
