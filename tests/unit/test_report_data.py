@@ -84,6 +84,8 @@ def test_tpot_marker_is_the_largest_batch_within_the_objective() -> None:
     loose = throughput(problem(slo=Slo(0.25, 0.05)), Shape(1, 1))
     tight = throughput(problem(slo=Slo(0.25, 0.03)), Shape(1, 1))
     assert 0 < tight.tpot_batch < loose.tpot_batch
+    assert tight.tpot_limits
+    assert not throughput(problem(slo=Slo(0.25, 10)), Shape(1, 1)).tpot_limits
     assert throughput(problem(slo=Slo(0.25, 0.001)), Shape(1, 1)).tpot_batch == 0
 
 

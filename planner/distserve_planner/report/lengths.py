@@ -95,8 +95,10 @@ def _draw(axes: Any, data: Histogram, name: str, role: str) -> None:
         edgecolor=colour("paper"), linewidth=0.4,
     )  # fmt: skip
     axes.axvline(data.mean, color=colour("limit"), linestyle=(0, (4, 3)), linewidth=1.2)
+    late = data.mean > 0.6 * edges[-1]
     axes.annotate(
-        f"mean {data.mean:.1f}", (data.mean, 0.97), xytext=(5, 0), textcoords="offset points",
-        xycoords=axes.get_xaxis_transform(), color=colour("limit"), va="top", fontsize=9,
+        f"mean {data.mean:.1f}", (data.mean, 0.97), xytext=(-5 if late else 5, 0), textcoords="offset points",
+        xycoords=axes.get_xaxis_transform(), color=colour("limit"), va="top", ha="right" if late else "left",
+        fontsize=9,
     )  # fmt: skip
     axes.set(xlabel=f"{name} tokens", ylabel="requests (%)", title=f"{name} length", xlim=(0, edges[-1]))

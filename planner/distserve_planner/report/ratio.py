@@ -12,7 +12,7 @@ from distserve_planner.goodput import Goodput
 from distserve_planner.report.effort import Effort
 from distserve_planner.report.goodputs import phase_goodputs
 from distserve_planner.report.section import Panel, Section, missing, table
-from distserve_planner.report.style import colour
+from distserve_planner.report.style import colour, legend_above
 from distserve_planner.report.systems import Case
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.candidates import high_hops
@@ -211,7 +211,6 @@ def _draw(axes: Any, data: Ratio) -> None:
     axes.axvline(100 * data.best_share, color=colour("limit"), linestyle=(0, (4, 3)), linewidth=1)
     axes.set(
         xlabel="devices for prefill (%)", ylabel="goodput (requests/s per device)", xlim=(0, 100),
-        title="prefill : decode instances",
     )  # fmt: skip
-    axes.set_ylim(0, 1.25 * data.best_goodput)
-    axes.legend(loc="upper right")
+    axes.set_ylim(0, 1.15 * data.best_goodput)
+    legend_above(axes, "prefill : decode instances")

@@ -41,7 +41,7 @@ class Throughput:
 
     lm_tokens: shortest prompt with 95 % of the best prefill tokens/s, as the planner uses it. best_tokens_s:
     of a lone prompt of any length. tpot_batch: largest batch at the mean context with a round within the TPOT
-    objective, 0 if none.
+    objective, 0 if none; tpot_limits: whether a larger one would have room.
     """
 
     shape: str
@@ -54,6 +54,7 @@ class Throughput:
     decode: tuple[DecodeCurve, ...]
     mean_context: int
     tpot_batch: int
+    tpot_limits: bool
     predicted: bool
 
 
@@ -88,7 +89,7 @@ def throughput(problem: Problem, shape: Any) -> Throughput:
     measured = source.lm_tokens is not None and shape.tp == min(d.tp for d in source.degrees)
     return Throughput(
         f"tp {shape.tp}, pp {shape.pp}", lengths, curves, latency.lm_tokens, max(curves[0].tokens_s),
-        measured, sizes, decode, mean_context, max(within, default=0), latency.predicted,
+        measured, sizes, decode, mean_context, max(within, default=0), len(within) < most, latency.predicted,
     )  # fmt: skip
 
 
@@ -96,17 +97,19 @@ def throughput_section(problem: Problem, fitting: Any) -> Section:
     """The section of the page, for the smallest instance."""
     data = throughput(problem, smallest_shape(fitting))
     slo = problem.slo
-    limit = (
-        f"with contexts of {data.mean_context} tokens, this workload's mean, rounds of up to "
-        f"{data.tpot_batch} requests stay within the TPOT objective of {1000 * slo.tpot_s:.3g} ms"
-        if data.tpot_batch
-        else f"with this workload's mean context no batch stays within TPOT {1000 * slo.tpot_s:.3g} ms"
-    )
+    objective = f"the TPOT objective of {1000 * slo.tpot_s:.3g} ms"
+    if data.tpot_batch and data.tpot_limits:
+        limit = f"rounds of up to {data.tpot_batch} requests stay within {objective}"
+    elif data.tpot_batch:
+        limit = f"even {data.tpot_batch} requests, the most that fit or are drawn, stay within {objective}"
+    else:
+        limit = f"no batch stays within {objective}"
     reading = (
         f"One instance ({data.shape}). Prefill is bound by compute: at Lm = {data.lm_tokens} tokens a "
         "single prompt already reaches 95 % of the best rate, so batching prompts longer than that only "
         "makes all of them wait. Decode is bound by memory reads, so it gains from every further request "
-        f"in the batch: {limit}. Curves end where KV memory is full."
+        f"in the batch; with contexts of {data.mean_context} tokens, the mean here, {limit}. Curves end where "
+        "KV memory is full."
     )
     how = "measured with the profile" if data.lm_measured else "derived from the latency model"
     basis = f"Computed from the latency model ({problem.latency.source or problem.latency.device}); Lm {how}."
@@ -166,11 +169,11 @@ def _draw_decode(axes: Any, data: Throughput) -> None:
         end = int(np.isfinite(rates).sum())
         if 0 < end < len(rates):
             axes.plot([data.batches[end - 1]], [rates[end - 1]], "|", color=colour("ink"), markersize=9)
-        if curve.context == data.mean_context and data.tpot_batch:
+        if curve.context == data.mean_context and data.tpot_batch and data.tpot_limits:
             there = rates[data.tpot_batch - 1]
             axes.plot([data.tpot_batch], [there], "o", color=colour("limit"))
             axes.annotate(
-                f"TPOT objective at {data.tpot_batch}", (data.tpot_batch, there), xytext=(6, -14),
+                f"TPOT objective at {data.tpot_batch}", (data.tpot_batch, there), xytext=(6, -14), ha="right" if data.tpot_batch > 0.6 * MOST_BATCH else "left",
                 textcoords="offset points", color=colour("limit"), fontsize=9,
             )  # fmt: skip
     axes.set(xlabel="requests in the batch", ylabel="decode (1000 tokens/s)", title="decode")
