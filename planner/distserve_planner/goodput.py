@@ -106,8 +106,9 @@ class Goodput:
 
 def probe(system: SystemSpec, requests: Requests, rate: float, slo: Slo, precision: Precision) -> Verdict:
     """Simulates `rate` until the verdict is clear."""
-    warm_up = warm_up_requests(requests, rate, slo, precision)
-    most = min(precision.max_requests, len(requests) - 2 * warm_up)
+    warm_up = warm_up_requests(requests, rate, slo)
+    # as many as arrive in one stay at least: fewer would not fill the system
+    most = min(max(precision.max_requests, warm_up // 2), len(requests) - 2 * warm_up)
     if most < min(precision.min_requests, precision.chunk):
         raise ConfigError(
             f"requests={len(requests)}: too few for {rate:.3g} requests/s; about "
@@ -131,10 +132,14 @@ def probe(system: SystemSpec, requests: Requests, rate: float, slo: Slo, precisi
             return Verdict(rate, True, seen)
 
 
-def warm_up_requests(requests: Requests, rate: float, slo: Slo, precision: Precision) -> int:
-    """Requests before (and again after) the measured ones: about two stays in a system at its objectives."""
+def warm_up_requests(requests: Requests, rate: float, slo: Slo) -> int:
+    """Requests before (and again after) the measured ones: two stays in a system at its objectives.
+
+    At most a third of the requests there are: those of objectives without end (offline use), or of rates far
+    above what a trace of this length is for.
+    """
     stay_s = slo.ttft_s + requests.mean_output * slo.tpot_s
-    return int(min(max(50.0, 2 * rate * stay_s), precision.max_requests / 2))
+    return int(min(max(50.0, 2 * rate * stay_s), len(requests) / 3))
 
 
 def lone(system: SystemSpec, requests: Requests, slo: Slo) -> Attainment:
@@ -199,6 +204,7 @@ def _bisect(
     probes: Callable[[], int],
 ) -> Goodput:
     above: Attainment | None = None
+    limit = high + round(math.log(2) / math.log1p(precision.step))
     while low is None or high - low > 1:
         # go down until a rate is met, then bisect
         middle = (low + high) // 2 if low is not None else high - step
@@ -207,7 +213,7 @@ def _bisect(
         verdict = test(middle)
         if verdict.meets:
             low, at = middle, verdict.attainment
-            if above is None and high - low <= 1:
+            if above is None and high - low <= 1 and high < limit:
                 high += step  # the bound was met: it was not one
         else:
             high, above = middle, verdict.attainment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
 from distserve_planner.bench.paper import CASES, NVLINK, PaperCase, case_problem
 from distserve_planner.bench.table3 import best_of
@@ -21,8 +22,8 @@ class AblationBar:
 
     system: str
     placement: str
-    rate: float  # requests/s per device
-    ratio: float  # to vLLM
+    rate: float  # requests/s per device; 0 if it meets the objectives at no rate, `placement` says why
+    ratio: float  # to DistServe-Low
 
 
 def ablation_cases() -> tuple[PaperCase, ...]:
@@ -46,10 +47,14 @@ def ablation(case: PaperCase, jobs: int, quick: bool = False) -> list[AblationBa
         "DistServe-High": of(fast, "high"),
         "vLLM++ with our engine's times": replace(of(low, "prefill_first"), unified_latency=None),
     }
-    bars: list[AblationBar] = []
+    found: dict[str, tuple[str, float]] = {}
     for name, problem in systems.items():
-        result = search(problem, Objective("per-device"), jobs)
-        rate = best_of(result)
-        base = bars[0].rate if bars else rate
-        bars.append(AblationBar(name, str(result.winner.deployment), rate, rate / base))
-    return bars
+        try:
+            result = search(problem, Objective("per-device"), jobs)
+            found[name] = (str(result.winner.deployment), best_of(result))
+        except ConfigError as error:
+            found[name] = (str(error), 0.0)
+    base = found["DistServe-Low"][1]
+    return [
+        AblationBar(name, text, rate, rate / base if base else 0.0) for name, (text, rate) in found.items()
+    ]

@@ -105,7 +105,7 @@ def _table3(args: argparse.Namespace, jobs: int) -> tuple[list[dict[str, Any]], 
 
 def _ablation(args: argparse.Namespace, jobs: int) -> tuple[list[dict[str, Any]], Table]:
     table = Table(
-        "objectives", "system", "best placement", "req/s/device", "to vLLM", caption=f"paper: {PAPER_ORDER}"
+        "objectives", "system", "best placement", "req/s/device", "to Low", caption=f"paper: {PAPER_ORDER}"
     )
     rows = []
     for case in ablation_cases():

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from distserve_planner.goodput import Precision, warm_up_requests
+from distserve_planner.goodput import warm_up_requests
 from distserve_planner.report.systems import Case, System
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.deployment import Deployment
@@ -55,7 +55,7 @@ TRANSFER_PERCENTILES = (*range(0, 99, 2), 99)
 def outcome_at(problem: Problem, system: SystemSpec, rate: float, count: int) -> Outcome:
     """`count` requests at `rate` requests/s (fewer if the trace is short), warm-up and cool-down left out."""
     requests = problem.requests
-    warm_up = warm_up_requests(requests, rate, problem.slo, Precision(1, count, 1))
+    warm_up = warm_up_requests(requests, rate, problem.slo)
     count = max(1, min(count, len(requests) - 2 * warm_up))
     run = requests.simulation(system, rate, min(len(requests), 2 * warm_up + count))
     run.run(warm_up + count)

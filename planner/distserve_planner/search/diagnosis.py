@@ -42,7 +42,7 @@ def diagnose(
     system: SystemSpec, requests: Requests, rate: float, slo: Slo, precision: Precision
 ) -> Diagnosis:
     """Simulates `precision.max_requests` (or what the trace has) between warm-up and cool-down."""
-    warm_up = warm_up_requests(requests, rate, slo, precision)
+    warm_up = warm_up_requests(requests, rate, slo)
     count = max(1, min(precision.max_requests, len(requests) - 2 * warm_up))
     warm_up = min(warm_up, max(0, (len(requests) - count) // 2))
     run = requests.simulation(system, rate, 2 * warm_up + count)

@@ -89,7 +89,7 @@ def _phase(problem: Problem, task: PhaseTask) -> Goodput:
 def _scale(problem: Problem, task: ScaleTask, system: SystemSpec) -> ScaleResult:
     precision = problem.long_precision if task.long else problem.precision
     requests, slo = problem.requests, problem.slo
-    warm_up = warm_up_requests(requests, task.rate, slo, precision)
+    warm_up = warm_up_requests(requests, task.rate, slo)
     count = min(precision.max_requests, len(requests) - 2 * warm_up)
     run = requests.simulation(system, task.rate, 2 * warm_up + count)
     run.run(warm_up + count)

@@ -89,9 +89,10 @@ def _try(
 
 
 def _confirm(workers: Workers, ranked: list[Ranked], divisor: Score) -> list[Ranked]:
-    def order(entry: Ranked) -> tuple[float, int, float, str]:
+    def order(entry: Ranked) -> tuple[float, bool, int, float, str]:
         at = entry.at.both if entry.at is not None else 0.0
-        return (-entry.rate / divisor(entry.deployment), entry.deployment.devices, -at, str(entry.deployment))
+        score = entry.rate / divisor(entry.deployment)
+        return (-score, not entry.long, entry.deployment.devices, -at, str(entry.deployment))
 
     best = 0.0  # among those run long
     while True:

@@ -7,6 +7,7 @@ from distserve_planner.search.ranking import Ranked
 from distserve_planner.slo import Attainment, Slo, seconds
 
 BUSY = 0.9  # a link or a KV pool that is used more than this is named
+SLOW = 0.05  # as is KV transfer that takes more than this share of the time after the first token
 
 
 def reason(entry: Ranked, slo: Slo, best: float, diagnosis: Diagnosis | None = None) -> str:
@@ -54,8 +55,10 @@ def _bottleneck(diagnosis: Diagnosis | None) -> str:
         return ""
     use = diagnosis.usage
     found = []
-    if use.link > BUSY:
-        found.append(f"its transfer link is busy {100 * use.link:.0f} % of the time")
+    moving = diagnosis.stages_s["transfer"]
+    after = moving + diagnosis.stages_s["decode queue"] + diagnosis.stages_s["decode"]
+    if use.link > BUSY or moving > SLOW * after:
+        found.append(f"moving KV takes {seconds(moving)}, its busiest link is in use {100 * use.link:.0f} %")
     if use.decode_kv is not None and use.decode_kv > BUSY:
         found.append(f"its KV memory is {100 * use.decode_kv:.0f} % full")
     if diagnosis.preemptions > 0:

@@ -61,9 +61,9 @@ def search(
         best = [row for row in rows if row.score > 0]
         if not best:
             raise ConfigError(run.nothing_found(rows))
-        best.sort(key=lambda row: (-row.score, row.deployment.devices, str(row.deployment)))
-        winner = best[0]
-        rows, diagnosis = run.explain(rows, winner)
+        best.sort(key=_best_first)
+        rows, diagnosis = run.explain(rows, best[0])
+    winner = next(row for row in rows if row.deployment == best[0].deployment)
     placed = assign(winner.deployment, problem.cluster)
     assert placed is not None
     family_best: dict[Family, Row] = {}
@@ -288,6 +288,12 @@ class _Search:
                     )
                 )
         return tuple(dict.fromkeys(notes))
+
+
+def _best_first(row: Row) -> tuple[float, bool, int, str]:
+    """By score; of equals the one that a long run has confirmed, then the one with fewer devices."""
+    confirmed = row.entry is not None and row.entry.long
+    return (-row.score, not confirmed, row.deployment.devices, str(row.deployment))
 
 
 def _rate_to_look_at(row: Row, objective: Objective) -> float:
