@@ -101,15 +101,15 @@ def throughput_section(problem: Problem, fitting: Any) -> Section:
     if data.tpot_batch and data.tpot_limits:
         limit = f"rounds of up to {data.tpot_batch} requests stay within {objective}"
     elif data.tpot_batch:
-        limit = f"even {data.tpot_batch} requests, the most that fit or are drawn, stay within {objective}"
+        limit = f"even {data.tpot_batch} requests, the largest batch here, stay within {objective}"
     else:
         limit = f"no batch stays within {objective}"
     reading = (
         f"One instance ({data.shape}). Prefill is bound by compute: at Lm = {data.lm_tokens} tokens a "
         "single prompt already reaches 95 % of the best rate, so batching prompts longer than that only "
         "makes all of them wait. Decode is bound by memory reads, so it gains from every further request "
-        f"in the batch; with contexts of {data.mean_context} tokens, the mean here, {limit}. Curves end where "
-        "KV memory is full."
+        f"in the batch; with contexts of {data.mean_context} tokens, the mean here, {limit}. Curves end "
+        "where KV memory is full."
     )
     how = "measured with the profile" if data.lm_measured else "derived from the latency model"
     basis = f"Computed from the latency model ({problem.latency.source or problem.latency.device}); Lm {how}."
@@ -172,8 +172,9 @@ def _draw_decode(axes: Any, data: Throughput) -> None:
         if curve.context == data.mean_context and data.tpot_batch and data.tpot_limits:
             there = rates[data.tpot_batch - 1]
             axes.plot([data.tpot_batch], [there], "o", color=colour("limit"))
+            side = "right" if data.tpot_batch > 0.6 * MOST_BATCH else "left"
             axes.annotate(
-                f"TPOT objective at {data.tpot_batch}", (data.tpot_batch, there), xytext=(6, -14), ha="right" if data.tpot_batch > 0.6 * MOST_BATCH else "left",
+                f"TPOT objective at {data.tpot_batch}", (data.tpot_batch, there), xytext=(6, -14), ha=side,
                 textcoords="offset points", color=colour("limit"), fontsize=9,
             )  # fmt: skip
     axes.set(xlabel="requests in the batch", ylabel="decode (1000 tokens/s)", title="decode")
