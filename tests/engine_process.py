@@ -167,11 +167,14 @@ class EngineProcess:
             raise
         self.connection = EngineConnection(ours)
         self.caller = Caller(self.connection)
+        self._over = False
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._over:
+            return
         status = self.close()
         assert error is not None or status == 0, f"the engine ended with status {status}"
 
@@ -188,6 +191,13 @@ class EngineProcess:
                 return status
             assert time.monotonic() < deadline, status
             time.sleep(0.02)
+
+    def ended(self, timeout_s: float = 30.0) -> int:
+        """Waits until the engine ends by itself; the exit status."""
+        status = self.process.wait(timeout_s)
+        self.close()
+        self._over = True
+        return status
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

@@ -54,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(engine: Engine, sock: socket.socket) -> int:
+    from distserve.worker.parallel import RankLost
+
     try:
         reason = engine.run(sock, FLUSH_S)
+    except RankLost as error:
+        logger.error("ends: %s", error)
+        return 1
     except Exception:
         traceback.print_exc()
         return 1
