@@ -57,10 +57,11 @@ class PrefillInstance:
         now = self._clock.now
         started = self._records.started
         for item in batch.prefill:
-            length = item.num_tokens
+            start, length = item.start, item.num_tokens
             tokens += length
-            squares += length * length
-            started[item.request.index] = now  # type: ignore[attr-defined]
+            squares += length * (2 * start + length)
+            if not start:  # not a later piece of a prompt
+                started[item.request.index] = now  # type: ignore[attr-defined]
         count = len(batch.prefill)
         stage = self._latency.prefill_stage_s(tokens, squares, count)
         self.busy = True
@@ -121,6 +122,8 @@ class PrefillInstance:
         first = self._records.first
         for item in batch.prefill:
             request = item.request
+            if not request.generated:
+                continue  # a piece of a prompt that goes on
             self.work -= request.prompt_len
             first[request.index] = now  # type: ignore[attr-defined]
             self._prefilled(self, request)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ class Simulation:
             self.records.refused.add(index)
             self._end(index)
             return
-        request = Tracked(str(index), prompt, self._max_tokens[index], self.clock.now, output)
+        request = Tracked(str(index), prompt, self._max_tokens[index], self.clock.now, stop_after=output)
         request.index = index
         if self.prefill:
             if len(self.prefill) == 1:
@@ -153,9 +153,14 @@ class Simulation:
             self._end(index)
             return
         incoming = Tracked(
-            request.id, request.prompt_len, request.max_tokens, request.arrival_s, request.stop_after, 1,
-            request.computed,
-        )  # fmt: skip
+            request.id,
+            request.prompt_len,
+            request.max_tokens,
+            request.arrival_s,
+            stop_after=request.stop_after,
+            generated=1,
+            computed=request.computed,
+        )
         incoming.index = index
         self._holders[request.id] = (source, request)
         choices = self._choices[source.index]
