@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
@@ -182,6 +182,7 @@ def test_a_manifest_cannot_lead_outside(tmp_path: Path, path: str) -> None:
 _TREES = st.dictionaries(st.sampled_from(["a/x", "a/y", "b/x", "c"]), st.sampled_from(["1", "2"]))
 
 
+@settings(deadline=None, max_examples=50)  # it writes files; how long that takes is not the subject
 @given(st.lists(_TREES, min_size=1, max_size=4))
 def test_the_folder_is_always_the_last_tree(trees: list[dict[str, str]]) -> None:
     with tempfile.TemporaryDirectory() as name:
