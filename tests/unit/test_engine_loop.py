@@ -299,6 +299,52 @@ def test_a_recovered_request_goes_on_after_its_output() -> None:
         node.assert_empty()
 
 
+def test_a_prefill_instance_serves_to_the_end_what_is_marked_so() -> None:
+    node = Node("prefill")
+    expected = {id: continuation([ord(id) % VOCAB] * 6, 12) for id in "abc"}
+    node.submit("a", [ord("a") % VOCAB] * 6, 12, to_end=True)
+    node.submit("b", [ord("b") % VOCAB] * 6, 12)
+    node.submit("c", [ord("c") % VOCAB] * 6, 12, to_end=True, output=expected["c"][:5])
+    node.until(lambda: node.over("a") and node.over("c"))
+    assert node.tokens("a") == expected["a"]
+    assert node.tokens("c") == expected["c"][5:]
+    assert [fields["type"] for fields in node.of("a")] == ["prefilled", *["token"] * 11, "finished"]
+    assert "handle" not in node.of("a")[0]
+    assert [fields["type"] for fields in node.of("b")] == ["prefilled"]
+    assert (node.load.running, node.load.leases) == (0, 1)
+    node.submit("a", [ord("a") % VOCAB] * 6, 50, to_end=True)
+    node.turns(3)
+    assert node.load.running == 1
+    node.manage("cancel", "a", "b")
+    node.assert_empty()
+
+
+def test_a_short_prompt_overtakes_a_long_one_between_its_pieces() -> None:
+    node = Node("prefill", limits=Limits(max_batch_size=8, max_batch_tokens=24, prefill_chunk_tokens=10))
+    long = list(range(60))
+    node.submit("long", long, 2)
+    node.turns()
+    node.submit("short", [1, 2, 3], 2)
+    node.submit("gone", long, 2)
+    node.turns()
+    assert node.over("short")
+    assert not node.over("long")
+    node.until(lambda: node.over("long"))
+    assert node.tokens("long") == continuation(long, 1)
+    node.turns()
+    node.manage("cancel", "gone")  # after its first piece
+    node.turns()
+    assert node.last("gone")["reason"] == "cancelled"
+    node.manage("release", "long", "short")
+    node.assert_empty()
+    node.submit("failed", long, 2)
+    node.turns()
+    node.executor.fail_with = MemoryError("no room")
+    node.turns()
+    assert node.last("failed")["error"]["code"] == "INTERNAL"
+    node.assert_empty()
+
+
 @pytest.mark.parametrize("role", ["prefill", "unified", "decode"])
 def test_a_request_that_ends_with_its_first_token_is_not_handed_out(role: str) -> None:
     node = Node(role)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from distserve.core.order import Order, Ordering
 from distserve.core.parsing import ConfigError, parse
 
 Role = Literal["prefill", "decode", "unified"]
@@ -39,6 +40,9 @@ class EngineConfig:
     max_batch_tokens: int = 512  # Lm: prompts are batched up to this many tokens, longer ones run alone
     policy: Policy = "prefill_first"  # unified instances only
     chunk_tokens: int = 256  # chunked_prefill: tokens of one step, decode tokens included
+    prefill_chunk_tokens: int | None = None  # prefill instances: pieces of longer prompts, to be overtaken
+    prefill_order: Order = "fcfs"  # of the prompts that wait at a prefill instance
+    ageing_tokens_per_s: float = 1000.0  # prefill_order "shortest": what a second of waiting counts
     reserve_tokens: int | None = 0  # decode admission: output room assured; null: all of max_tokens
     max_queue: int = 1024
     lease_s: float = 10.0
@@ -61,7 +65,7 @@ class EngineConfig:
             "max_queue",
         ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_blocks", "kv_bytes", "max_context"):
+        for name in ("num_blocks", "kv_bytes", "max_context", "prefill_chunk_tokens"):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
@@ -69,11 +73,16 @@ class EngineConfig:
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
+        self.ordering()
         if len(self.devices) != self.tp * self.pp:
             raise ConfigError(
                 f"devices={list(self.devices)}: tp={self.tp} x pp={self.pp} needs "
                 f"{self.tp * self.pp}, one per rank"
             )
+
+    def ordering(self) -> Ordering:
+        """Of waiting prompts. Raises `ConfigError`."""
+        return Ordering(self.prefill_order, self.ageing_tokens_per_s)
 
     @classmethod
     def load(cls, values: object, where: str = "engine") -> EngineConfig:

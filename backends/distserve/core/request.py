@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -21,6 +22,8 @@ class Request:
     stop_after: int = (
         0  # generated tokens after which it ends; default max_tokens. The simulator knows better
     )
+    priority: int = 0  # a lower value goes first
+    due_s: float = math.inf  # of the same clock as `arrival_s`: when its first token is due
     generated: int = 0
     computed: int = 0
     num_blocks: int = 0

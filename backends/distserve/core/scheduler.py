@@ -26,10 +26,17 @@ class Limits:
     max_batch_tokens: int = 512  # Lm: prompts are batched up to this total, longer ones run alone
     chunk_tokens: int = 256  # chunked prefill: tokens of a step, decode tokens included
     reserve_tokens: int | None = 0  # output room assured at admission; None: all of max_tokens
+    prefill_chunk_tokens: int | None = None  # prefill instances: pieces of prompts above max_batch_tokens
 
     @classmethod
     def of(cls, config: EngineConfig) -> Limits:
-        return cls(config.max_batch_size, config.max_batch_tokens, config.chunk_tokens, config.reserve_tokens)
+        return cls(
+            config.max_batch_size,
+            config.max_batch_tokens,
+            config.chunk_tokens,
+            config.reserve_tokens,
+            config.prefill_chunk_tokens,
+        )
 
 
 class Scheduler(Protocol):
@@ -38,7 +45,7 @@ class Scheduler(Protocol):
     blocks: BlockPool
 
     def add(self, request: Request) -> None:
-        """Takes a request into the queue (FCFS)."""
+        """Takes a request into the queue."""
         ...
 
     def schedule(self) -> Batch | None:

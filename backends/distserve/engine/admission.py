@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,18 @@ from distserve.serving.schema import SAMPLING_KEYS, ServingError
 from distserve.transfer.handle import Handle, Layout
 from distserve.worker.step import SamplingParams
 
-SUBMIT_KEYS = ("id", "prompt", "output", "max_tokens", "sampling", "deadline_s", "handle")
+SUBMIT_KEYS = (
+    "id",
+    "prompt",
+    "output",
+    "max_tokens",
+    "sampling",
+    "deadline_s",
+    "handle",
+    "to_end",
+    "priority",
+    "due_s",
+)
 MAX_ID_CHARS = 256
 MAX_STOP_IDS = 1024
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -66,28 +78,32 @@ class Admission:
         if len(output) >= max_tokens:
             raise _invalid(f"max_tokens={max_tokens}: must be above the {len(output)} tokens of output")
         handle = self._handle(entry.get("handle"), prompt, output)
-        self._check_fit(len(prompt), len(output), max_tokens)
+        to_end = entry.get("to_end", False)
+        if not isinstance(to_end, bool):
+            raise _invalid(f"to_end={to_end!r}: must be true or false")
+        self._check_fit(len(prompt), len(output), max_tokens, to_end)
         request = Request(
             id=str(next(self._keys)),
             prompt_len=len(prompt),
             max_tokens=max_tokens,
             arrival_s=now,
+            priority=_integer(entry, "priority") if "priority" in entry else 0,
+            due_s=now + _seconds(entry, "due_s"),
             generated=len(output),
             computed=handle.num_tokens if handle is not None else 0,
             tokens=prompt + output,
         )
         params = self._sampling(entry.get("sampling"))
-        deadline = entry.get("deadline_s")
-        if deadline is not None and not (_is_number(deadline) and deadline >= 0):
-            raise _invalid(f"deadline_s={deadline!r}: must be a number of seconds, 0 or more")
+        deadline = _seconds(entry, "deadline_s")
         return EngineRequest(
             id=entry_id(entry),
             owner=owner,
             request=request,
             params=params,
             arrival_s=now,
-            deadline_s=now + deadline if deadline is not None else None,
+            deadline_s=now + deadline if deadline < math.inf else None,
             handle=handle,
+            to_end=to_end,
         )
 
     def _token_ids(self, entry: Mapping[str, Any], name: str) -> list[int]:
@@ -99,7 +115,7 @@ class Admission:
             raise _invalid(f"{name}: token id {wrong} must be in [0, {self._bounds.vocab_size})")
         return ids
 
-    def _check_fit(self, prompt: int, output: int, max_tokens: int) -> None:
+    def _check_fit(self, prompt: int, output: int, max_tokens: int, to_end: bool) -> None:
         bounds = self._bounds
         total = prompt + max_tokens
         if total > bounds.max_context:
@@ -108,7 +124,7 @@ class Admission:
                 f"allowed by the context are {bounds.max_context}"
             )
         # a prefill instance keeps what is known now, the others the output to come as well
-        stored = prompt + output if bounds.role == "prefill" else total
+        stored = prompt + output if bounds.role == "prefill" and not to_end else total
         need = blocks_for(stored, bounds.block_size)
         if need > bounds.num_blocks:
             # not RESOURCE_EXHAUSTED, which means that a later attempt may succeed
@@ -185,6 +201,14 @@ def _integer(values: Mapping[str, Any], name: str, low: int | None = None) -> in
         at_least = "" if low is None else f" of at least {low}"
         raise _invalid(f"{name}={value!r}: must be an integer{at_least}")
     return value
+
+
+def _seconds(values: Mapping[str, Any], name: str) -> float:
+    """Infinity for absent or null."""
+    value = values.get(name)
+    if value is not None and not (_is_number(value) and value >= 0):
+        raise _invalid(f"{name}={value!r}: must be a number of seconds, 0 or more")
+    return math.inf if value is None else float(value)
 
 
 def _is_number(value: Any) -> bool:

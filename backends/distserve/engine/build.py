@@ -68,7 +68,7 @@ def make_role(
         return DecodeRole(scheduler, blocks, puller, inbox, config.transfer_timeout_s)
     leases, source = make_source(config, executor, layout, epoch, inbox.poke)
     return PrefillRole(
-        PrefillScheduler(limits, blocks),
+        PrefillScheduler(limits, blocks, config.ordering()),
         blocks,
         leases,
         source,
@@ -76,6 +76,7 @@ def make_role(
         epoch=epoch,
         layout=layout,
         lease_s=config.lease_s,
+        stages=stages,
     )
 
 

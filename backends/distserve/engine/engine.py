@@ -57,6 +57,7 @@ class Engine:
         self._bounds = Bounds.of(config, model, blocks.num_blocks)
         epoch, model_hash = new_epoch(), model_fingerprint(folder)
         self._layout = make_layout(config, model, model_hash, self._executor.kv_cache)
+        in_pieces = config.role == "prefill" and config.prefill_chunk_tokens is not None
         self.identity: dict[str, Any] = {
             "instance": config.instance,
             "role": config.role,
@@ -67,6 +68,8 @@ class Engine:
             "block_size": config.block_size,
             "blocks_total": blocks.num_blocks,
             "max_batch_size": config.max_batch_size,
+            "max_batch_tokens": config.max_batch_tokens,
+            "pieces_above": config.max_batch_tokens if in_pieces else None,
             "attention": self._executor.attention,
             "pid": os.getpid(),
         }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distserve.core.blocks import BlockManager
 from distserve.core.prefill_scheduler import PrefillScheduler
+from distserve.core.standby_scheduler import StandbyScheduler
 from distserve.engine.ops import Pulled
 from distserve.engine.requests import EngineRequest
 from distserve.engine.roles import Depth, Listener
@@ -57,7 +58,10 @@ class Source(Protocol):
 
 
 class PrefillRole:
-    """Gives the blocks of finished prompts to the lease table, and takes them back when it lets go."""
+    """Gives the blocks of finished prompts to the lease table, and takes them back when it lets go.
+
+    Requests marked `to_end` are not handed out: they decode here, for want of a decode instance.
+    """
 
     def __init__(
         self,
@@ -70,8 +74,9 @@ class PrefillRole:
         epoch: int,
         layout: Layout,
         lease_s: float,
+        stages: int = 1,
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler = StandbyScheduler(scheduler, stages)
         self.blocks = blocks
         self._leases = leases
         self._source = source
@@ -81,9 +86,14 @@ class PrefillRole:
         self._lease_s = lease_s
 
     def accept(self, state: EngineRequest) -> None:
-        self.scheduler.add(state.request)
+        if state.to_end:
+            self.scheduler.add_whole(state.request)
+        else:
+            self.scheduler.add(state.request)
 
     def hand_out(self, state: EngineRequest, now: float) -> dict[str, Any] | None:
+        if state.to_end:
+            return None
         request = state.request
         handle = Handle(
             instance=self._instance,
@@ -126,9 +136,9 @@ class PrefillRole:
     def depth(self) -> Depth:
         queue = self.scheduler
         return Depth(
-            queued=len(queue.waiting),
+            queued=queue.prefill.queued + len(queue.whole.waiting),
             queued_tokens=queue.waiting_tokens,
-            running=0,
+            running=queue.whole.decoding,
             leases=self._leases.live,
             transfers_pending=self._leases.running,
             credits=queue.credits(),

@@ -28,6 +28,7 @@ class EngineRequest:
     arrival_s: float
     deadline_s: float | None = None
     handle: Handle | None = None
+    to_end: bool = False  # a prefill instance is to decode it, too
     scheduled_s: float | None = None  # its prefill began here
     admitted_s: float | None = None  # decode reserved blocks; its pull began
     started_s: float | None = None  # its first token is known here, or its KV has arrived: decoding begins
