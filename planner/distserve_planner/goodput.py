@@ -107,8 +107,7 @@ class Goodput:
 def probe(system: SystemSpec, requests: Requests, rate: float, slo: Slo, precision: Precision) -> Verdict:
     """Simulates `rate` until the verdict is clear."""
     warm_up = warm_up_requests(requests, rate, slo)
-    # as many as arrive in one stay at least: fewer would not fill the system
-    most = min(max(precision.max_requests, warm_up // 2), len(requests) - 2 * warm_up)
+    most = most_requests(requests, warm_up, precision)
     if most < min(precision.min_requests, precision.chunk):
         raise ConfigError(
             f"requests={len(requests)}: too few for {rate:.3g} requests/s; about "
@@ -140,6 +139,11 @@ def warm_up_requests(requests: Requests, rate: float, slo: Slo) -> int:
     """
     stay_s = slo.ttft_s + requests.mean_output * slo.tpot_s
     return int(min(max(50.0, 2 * rate * stay_s), len(requests) / 3))
+
+
+def most_requests(requests: Requests, warm_up: int, precision: Precision) -> int:
+    """How many are measured at most: `max_requests`, or what arrives in one stay, which fills the system."""
+    return min(max(precision.max_requests, warm_up // 2), len(requests) - 2 * warm_up)
 
 
 def lone(system: SystemSpec, requests: Requests, slo: Slo) -> Attainment:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distserve_planner.goodput import Precision, Requests, warm_up_requests
+from distserve_planner.goodput import Precision, Requests, most_requests, warm_up_requests
 from distserve_planner.simulator.records import Outcome
 from distserve_planner.simulator.spec import SystemSpec
 from distserve_planner.simulator.usage import Usage, usage
@@ -43,7 +43,7 @@ def diagnose(
 ) -> Diagnosis:
     """Simulates `precision.max_requests` (or what the trace has) between warm-up and cool-down."""
     warm_up = warm_up_requests(requests, rate, slo)
-    count = max(1, min(precision.max_requests, len(requests) - 2 * warm_up))
+    count = max(1, most_requests(requests, warm_up, precision))
     warm_up = min(warm_up, max(0, (len(requests) - count) // 2))
     run = requests.simulation(system, rate, 2 * warm_up + count)
     run.run(warm_up + count)

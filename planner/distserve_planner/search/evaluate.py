@@ -56,7 +56,8 @@ def evaluate(problem: Problem, task: Task) -> Result:
     if isinstance(task, ScaleTask):
         return _scale(problem, task, system)
     if isinstance(task, DiagnosisTask):
-        return diagnose(system, problem.requests, task.rate, problem.slo, problem.precision)
+        precision = problem.long_precision if task.long else problem.precision
+        return diagnose(system, problem.requests, task.rate, problem.slo, precision)
     return _offline(problem, task, system)
 
 

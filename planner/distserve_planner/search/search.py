@@ -233,7 +233,9 @@ class _Search:
                 by_family[row.deployment.family] = count + 1
         rate_of = {id(row): _rate_to_look_at(row, self.objective) for row in chosen}
         looked_at = [row for row in chosen if rate_of[id(row)] > 0]
-        looks = self.workers.map([DiagnosisTask(row.deployment, rate_of[id(row)]) for row in looked_at])
+        looks = self.workers.map(
+            [DiagnosisTask(row.deployment, rate_of[id(row)], row is winner) for row in looked_at]
+        )
         found = {
             id(row): look for row, look in zip(looked_at, looks, strict=True) if isinstance(look, Diagnosis)
         }

@@ -69,6 +69,7 @@ class DiagnosisTask:
 
     deployment: Deployment
     rate: float
+    long: bool = False
 
 
 @dataclass(frozen=True)
