@@ -13,6 +13,7 @@ COMMANDS = (
         "profile", "distserve_tools.profile_engine", "measure this device and fit the planner's latency model"
     ),
     Command("bench engine", "distserve_tools.bench_engine", "this engine beside transformers and vLLM"),
+    Command("bench executor", "distserve_tools.bench_executor", "plan and collectives of two ranks"),
     Command("bench serve", "distserve_tools.load.bench_serve", "load a running server, or find its goodput"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),
     Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
