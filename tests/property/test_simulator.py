@@ -19,6 +19,7 @@ from distserve_planner.latency import LatencyModel
 from distserve_planner.models_catalog import model_dimensions
 from distserve_planner.simulator.spec import InstanceSpec, Route, SystemSpec
 from distserve_planner.simulator.system import Simulation
+from distserve_planner.slo import Slo, attainment
 
 Form = Literal["disaggregated", "prefill", "decode", "prefill_first", "chunked_prefill"]
 
@@ -141,3 +142,22 @@ def test_requests_longer_than_the_pool_are_refused_not_stuck() -> None:
     run.run()
     assert run.outcome().refused.tolist() == [True, False]
     assert np.isinf(run.outcome().ttft_s[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.floats(0.5, 20), st.floats(1.05, 4), st.sampled_from([30, 400]))
+def test_attainment_does_not_rise_with_rate_beyond_its_interval(
+    seed: int, rate: float, factor: float, blocks: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    gaps = generator.standard_exponential(600)
+    inputs, outputs = generator.integers(1, 200, 600).tolist(), generator.integers(1, 60, 600).tolist()
+    slo = Slo(0.08, 0.03)
+    seen = []
+    for at in (rate, rate * factor):
+        arrivals = (np.cumsum(gaps) / at).tolist()
+        run = Simulation(system("disaggregated", 1, 1, blocks), arrivals, inputs, outputs)
+        run.run()
+        seen.append(attainment(run.outcome(100, 500), slo, z=2.58))
+    slower, faster = seen
+    assert faster.both <= slower.both + (slower.high - slower.low)
