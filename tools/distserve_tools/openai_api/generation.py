@@ -13,6 +13,8 @@ from distserve_tools.openai_api.protocol import GenerationRequest, Prompt
 from distserve_tools.openai_api.responses import Choice, ResponseFormat
 from distserve_tools.openai_api.triton_backend import Chunk, TritonBackend
 
+_LAST_READ_S = 5.0  # from the last response of a stream to its end
+
 
 def jobs(request: GenerationRequest) -> list[tuple[Prompt, dict[str, Any]]]:
     """(prompt, sampling) of every choice, prompts first; seeded choices of a prompt differ by their seed."""
@@ -78,6 +80,7 @@ async def stream(
             opened.add(index)
             choices[index].add(chunk)
             yield _event(form.part(index, chunk))
+        await asyncio.wait(tasks, timeout=_LAST_READ_S)
         if request.include_usage:
             yield _event(form.usage_part(choices, _prompt_tokens(request, choices)))
         yield b"data: [DONE]\n\n"

@@ -49,11 +49,13 @@ class TritonBackend:
         request = self._request(
             {"control": np.array([b'{"op": "status"}'], dtype=object)}, ("control_output",)
         )
+        status: dict[str, Any] | None = None
         async with aclosing(self._responses(request, timeout_s)) as responses:
             async for result in responses:
-                status: dict[str, Any] = json.loads(result.as_numpy("control_output")[0])
-                return status
-        raise ApiError(503, "the orchestrator sent no status", "service_unavailable")
+                status = json.loads(result.as_numpy("control_output")[0])
+        if status is None:
+            raise ApiError(503, "the orchestrator sent no status", "service_unavailable")
+        return status
 
     async def generate(
         self, prompt: Prompt, sampling: Mapping[str, Any], logprobs: int | None
@@ -73,12 +75,14 @@ class TritonBackend:
         if logprobs is not None:
             inputs["return_logprobs"] = np.array([True])
         request = self._request(inputs, outputs)
+        finished = False
         async with aclosing(self._responses(request, self._timeout_s)) as responses:
             async for result in responses:
                 chunk = _chunk(result)
+                finished = chunk.finish_reason is not None
                 yield chunk
-                if chunk.finish_reason:
-                    return
+        if finished:
+            return
         raise ApiError(502, "the generation ended without its last message", "server_error")
 
     def _request(self, inputs: Mapping[str, Any], outputs: tuple[str, ...]) -> dict[str, Any]:
@@ -94,6 +98,8 @@ class TritonBackend:
         async def one() -> AsyncIterator[dict[str, Any]]:
             yield request
 
+        # A stream is read to its end: cancelled between its last response and its end, Triton 24.10 may
+        # keep the request for ever and never unload its model.
         deadline = time.monotonic() + timeout_s
         stream = self._client.stream_infer(one())
         try:
