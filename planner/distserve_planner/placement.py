@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from distserve.core.config import Dtype
@@ -13,6 +14,9 @@ from distserve_planner.search.deployment import Deployment
 from distserve_planner.search.diagnosis import Diagnosis
 from distserve_planner.search.problem import Problem
 from distserve_planner.search.result import SearchResult
+from distserve_planner.simulator.spec import InstanceSpec, SystemSpec
+
+_SCHEDULER_LIMITS = ("max_batch_size", "max_batch_tokens", "chunk_tokens", "reserve_tokens")
 
 
 def placement_of(
@@ -77,6 +81,37 @@ def _instance(problem: Problem, deployment: Deployment, placed: Placed) -> Insta
         tp=placed.shape.tp,
         pp=placed.shape.pp,
         limits=limits,
+    )
+
+
+def with_limits_of(placement: Placement, problem: Problem, system: SystemSpec) -> SystemSpec:
+    """A system with the limits that the placement's instances give, where they give any.
+
+    So what is simulated is what the engines will admit. Raises `ConfigError` for a limit out of range.
+    """
+    groups: dict[str, list[InstanceSpec]] = {"prefill": [], "decode": [], "unified": []}
+    specs = {"prefill": iter(system.prefill), "decode": iter(system.decode), "unified": iter(system.unified)}
+    for index, instance in enumerate(placement.instances):
+        config = placement.engine_config(index)
+        spec = next(specs[instance.role])
+        given = {name: getattr(config, name) for name in _SCHEDULER_LIMITS if name in instance.limits}
+        blocks = config.num_blocks or spec.num_blocks
+        if config.num_blocks is None and config.kv_bytes is not None:
+            token = problem.model.kv_bytes_per_token(placement.dtype)
+            blocks = max(1, config.kv_bytes // (token * placement.block_size))
+        groups[instance.role].append(
+            replace(
+                spec,
+                num_blocks=blocks,
+                block_size=placement.block_size,
+                limits=replace(spec.limits, **given),
+            )
+        )
+    return replace(
+        system,
+        prefill=tuple(groups["prefill"]),
+        decode=tuple(groups["decode"]),
+        unified=tuple(groups["unified"]),
     )
 
 

@@ -55,6 +55,28 @@ def test_simulate_replays_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "empty trace" in refusal(capsys, *case, "--replay", str(trace))
 
 
+def test_simulate_keeps_to_the_limits_of_a_placement(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What the engines would not admit is not predicted: one request at a time here, and memory for few."""
+    file = tmp_path / "placement.yaml"
+    limited = "    max_batch_size: 1\n    num_blocks: 60\n"
+    results = []
+    for limits in ("", limited):
+        file.write_text(
+            "schema: placement/1\nmodel: some/folder\ndtype: fp16\ninstances:\n"
+            "  - role: prefill\n    devices: [cuda:0]\n"
+            f"  - role: decode\n    devices: [cuda:1]\n{limits}"
+        )
+        case = ["simulate", *CASE, "--placement", str(file), "--rate", "2", "--requests", "300", "--json"]
+        results.append(output(capsys, *case))
+    free, kept = (r["attainment"] for r in results)
+    assert isinstance(free, dict)
+    assert isinstance(kept, dict)
+    assert free["both"] > 0.9 > kept["both"]
+    assert kept["tpot"] < 0.5
+
+
 def test_simulate_under_the_authors_rules(capsys: pytest.CaptureFixture[str]) -> None:
     case = ["simulate", *CASE, "--rules", "simdistserve", "--rate", "3", "--requests", "200", "--json"]
     apart = output(capsys, *case, "--prefill", "1,1", "--decode", "1,1")

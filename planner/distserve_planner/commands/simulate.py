@@ -17,7 +17,7 @@ from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
 from distserve_planner.commands_output import print_diagnosis, slo_line
 from distserve_planner.goodput import Precision, Requests
-from distserve_planner.placement import figures
+from distserve_planner.placement import figures, with_limits_of
 from distserve_planner.placement_file import read_placement
 from distserve_planner.planning_options import add_planning_arguments, planning_problem
 from distserve_planner.report.arguments import placed_deployment
@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
                 "devices"
             )
     system = system_spec(problem, deployment, placed)
+    if args.placement is not None:
+        system = with_limits_of(read_placement(args.placement).placement, problem, system)
     precision = Precision(1, args.requests, 500, seed=args.seed)
     look = diagnose(system, problem.requests, rate, problem.slo, precision)
     if args.json:
