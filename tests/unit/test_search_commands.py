@@ -126,6 +126,15 @@ def test_search_saves_a_placement_and_its_repository(
     assert all(row["reason"] for row in candidates)
 
 
+def test_generate_searches_first_if_asked_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    words = ["generate", "-o", str(repository)]
+    assert main([*words, "--search", *CASE, "--families", "prefill_first"]) == 0
+    assert "on the cluster" in capsys.readouterr().out
+    assert (repository / "unified_0" / "config.pbtxt").is_file()
+    assert "either a saved placement" in refusal(capsys, *words, "-p", "x.yaml", "--search", *CASE)
+
+
 def test_search_prints_tables_and_the_authors_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *CASE, "--families", "low"]) == 0
     text = capsys.readouterr().out

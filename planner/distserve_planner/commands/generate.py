@@ -1,4 +1,4 @@
-"""Writes the Triton model repository that serves a placement file."""
+"""Writes the Triton model repository that serves a placement file, or what a search finds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from distserve.core.parsing import ConfigError
 from distserve_planner.generate import generate
 from distserve_planner.placement_file import default_placement, read_placement
 
@@ -25,13 +26,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for another machine's repository: do not look at this one's devices, memory and models",
     )
     parser.add_argument("--force", action="store_true", help="overwrite generated files that were edited")
+    parser.add_argument(
+        "--search",
+        nargs=argparse.REMAINDER,
+        metavar="OPTION",
+        help="search first, with these options of `planner search`; last on the line",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the repository; returns the exit code."""
+    if args.search is not None:
+        return _search(args)
     file = default_placement() if args.placement is None else read_placement(args.placement)
     changed = generate(file, args.output, machine_check=not args.no_machine_check, force=args.force)
     count = len(file.placement.instances)
     state = f"{len(changed)} files written" if changed else "up to date"
     sys.stdout.write(f"{args.output}: {count} instances and the orchestrator; {state}\n")
     return 0
+
+
+def _search(args: argparse.Namespace) -> int:
+    from distserve_planner.commands import search  # slow to import, and a plain `generate` needs none of it
+
+    if args.placement is not None:
+        raise ConfigError(f"--placement={args.placement}: either a saved placement, or --search")
+    parser = argparse.ArgumentParser(prog="planner generate --search")
+    search.add_arguments(parser)
+    words = [*args.search, "--generate", str(args.output)]
+    return search.run(parser.parse_args([*words, "--force"] if args.force else words))
