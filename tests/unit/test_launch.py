@@ -89,16 +89,39 @@ def test_a_static_python_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch
         server_files.check_shared_python()
 
 
-def test_environment_puts_this_python_first(tmp_path: Path) -> None:
+def with_libdir(monkeypatch: pytest.MonkeyPatch, libdir: str) -> None:
+    real = sysconfig.get_config_var
+    monkeypatch.setattr(
+        server_files.sysconfig, "get_config_var", lambda name: libdir if name == "LIBDIR" else real(name)
+    )
+
+
+def test_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_libdir(monkeypatch, "/opt/python/lib")
     installation = Installation(tmp_path / "t", tmp_path / "b", (tmp_path / "libs",), "test")
     env = server_environment(installation, {"PATH": "/bin", "LD_LIBRARY_PATH": "/old", "HOME": "/h"})
     assert env["PATH"].split(":") == [str(Path(sys.executable).parent), "/bin"]
-    assert env["LD_LIBRARY_PATH"].split(":") == [
-        sysconfig.get_config_var("LIBDIR"),
-        str(tmp_path / "libs"),
-        "/old",
-    ]
+    assert env["LD_LIBRARY_PATH"].split(":") == ["/opt/python/lib", str(tmp_path / "libs"), "/old"]
     assert (env["PYTHONDONTWRITEBYTECODE"], env["HOME"]) == ("1", "/h")
+
+
+def test_a_system_python_leaves_cuda_compatibility_libraries_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_libdir(monkeypatch, "/usr/lib/x86_64-linux-gnu")
+    installation = Installation(tmp_path / "t", tmp_path / "b", (Path("/opt/tritonserver/lib"),), "test")
+    env = server_environment(installation, {"LD_LIBRARY_PATH": "/usr/local/cuda/compat/lib"})
+    assert env["LD_LIBRARY_PATH"].split(":") == ["/opt/tritonserver/lib", "/usr/local/cuda/compat/lib"]
+
+
+def test_a_stub_for_another_python_is_refused_with_the_fix(tmp_path: Path) -> None:
+    binary = make_server(tmp_path)
+    stub = tmp_path / "backends/python/triton_python_backend_stub"
+    stub.write_bytes(b"\x7fELF...libc.so.6\0libpython3.4.so.1.0\0")
+    with pytest.raises(ServerNotFoundError, match=r"embeds Python 3\.4.*with python3\.4"):
+        find_installation(str(binary))
+    stub.write_bytes(f"libpython{server_files.python_version()}.so.1.0".encode())
+    assert find_installation(str(binary)).binary == binary
 
 
 LOG = """\

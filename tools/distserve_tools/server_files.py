@@ -1,7 +1,8 @@
 """Finds a tritonserver and lays out what it needs to run models in this Python.
 
-A server that is already on the machine (an NGC container) is used as it is. Otherwise the one inside the
-`nvidia-pytriton` wheel is: its Python backend and the stub for this Python version are copied side by side
+A server that is already on the machine (an NGC container) is used as it is; its Python backend has one
+stub, built for that machine's own python3, so this interpreter must be of that version. Otherwise the one
+inside the `nvidia-pytriton` wheel is: its Python backend and the stub for this Python version are copied side by side
 into the user's cache, since the server looks for them in one folder.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -21,7 +23,9 @@ from pathlib import Path
 from distserve.core.model_config import cache_folder
 
 _CONTAINER_ROOT = Path("/opt/tritonserver")
-_BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub")
+_STUB = "triton_python_backend_stub"
+_BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py", _STUB)
+_SYSTEM_LIBRARIES = (Path("/usr/lib"), Path("/lib"))  # where the loader looks by itself
 
 
 class ServerNotFoundError(RuntimeError):
@@ -61,7 +65,23 @@ def _installed(binary: Path) -> Installation:
     backends = root / "backends"
     if not (backends / "python/libtriton_python.so").is_file():
         raise ServerNotFoundError(f"tritonserver={binary}: no Python backend in {backends / 'python'}")
+    wanted = _stub_python(backends / "python" / _STUB)
+    if wanted not in (None, python_version()):
+        raise ServerNotFoundError(
+            f"tritonserver={binary}: its Python backend embeds Python {wanted}, and {sys.executable} is "
+            f"{python_version()}; make the virtual environment with python{wanted} (in a container: its "
+            "python3), or give another server"
+        )
     return Installation(binary, backends, (root / "lib",), str(root))
+
+
+def _stub_python(stub: Path) -> str | None:
+    """The version of the Python that a stub is linked to; `None` if it does not say."""
+    try:
+        found = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+    except OSError:
+        return None
+    return found[1].decode() if found else None
 
 
 def _from_wheel() -> Installation:
@@ -75,7 +95,7 @@ def _from_wheel() -> Installation:
     package = Path(spec.origin).parent
     server = package / "tritonserver"
     version = python_version()
-    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    stub = server / "python_backend_stubs" / version / _STUB
     if not stub.is_file():
         have = sorted(p.name for p in (server / "python_backend_stubs").glob("3.*"))
         raise ServerNotFoundError(
@@ -141,13 +161,14 @@ def server_environment(installation: Installation, base: Mapping[str, str]) -> d
     The stub finds its packages through the first `python3` on PATH, so this interpreter's folder comes
     first; it loads libpython, which must be this interpreter's and not another build of the same version.
     Without `PYTHONDONTWRITEBYTECODE` a stub changes its model's folder, and the next load of that model
-    becomes a full reload.
+    becomes a full reload. System folders are not put on LD_LIBRARY_PATH: in a container they would come
+    before the CUDA compatibility libraries that are there for older drivers.
     """
     env = dict(base)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     libraries = [str(p) for p in installation.libraries]
     libdir = sysconfig.get_config_var("LIBDIR")
-    if libdir:
+    if libdir and not any(Path(libdir).is_relative_to(folder) for folder in _SYSTEM_LIBRARIES):
         libraries.insert(0, str(libdir))
     if env.get("LD_LIBRARY_PATH"):
         libraries.append(env["LD_LIBRARY_PATH"])
