@@ -2,8 +2,8 @@
 
 A server that is already on the machine (an NGC container) is used as it is; its Python backend has one
 stub, built for that machine's own python3, so this interpreter must be of that version. Otherwise the one
-inside the `nvidia-pytriton` wheel is: its Python backend and the stub for this Python version are copied side by side
-into the user's cache, since the server looks for them in one folder.
+inside the `nvidia-pytriton` wheel is: its Python backend and the stub for this Python version are copied
+side by side into the user's cache, since the server looks for them in one folder.
 """
 
 from __future__ import annotations
