@@ -102,11 +102,14 @@ class EngineDouble:
         max_batch_size: int = 64,
         prefill_s: float = 0.0,
         model_hash: str = "m",
+        pieces_above: int | None = None,
     ) -> None:
         self.network, self.name, self.role = network, name, role
         self.blocks, self.max_context, self.max_credits = blocks, max_context, credits
         self.heartbeat_s, self.max_batch_size, self.prefill_s = heartbeat_s, max_batch_size, prefill_s
         self.model_hash = model_hash
+        self.pieces_above = pieces_above
+        self.pace = (0, 0, 0)  # what it tells of its prefill steps: how many, their tokens and microseconds
         self.dead = False
         self.frozen: asyncio.Event | None = None
         self.lose_replies: dict[str, int] = {}  # op -> how many of the next replies get lost
@@ -190,6 +193,7 @@ class EngineDouble:
             "transfers_pending": 0,
             "credits": self.max_credits - queued,
             "preemptions": 0,
+            **dict(zip(("prefill_steps", "prefill_tokens", "prefill_us"), self.pace, strict=True)),
         }
 
     async def _status(self, call: dict[str, Any]) -> bytes:
@@ -203,6 +207,8 @@ class EngineDouble:
             block_size=16,
             blocks_total=self.blocks,
             max_batch_size=self.max_batch_size,
+            max_batch_tokens=self.max_credits // 2,
+            pieces_above=self.pieces_above,
             **self._load(),
         )
 
@@ -270,7 +276,8 @@ class EngineDouble:
 
     def _begin(self, request_id: str, owner: str, entry: dict[str, Any]) -> None:
         tokens = [*entry["prompt"], *entry["output"]]
-        if self.role == "decode":
+        if entry.get("handle") is not None:
+            assert self.role == "decode"
             self._pull(request_id, owner, entry, tokens)
             return
         token = next_token(tokens, self.network.vocab)
@@ -281,7 +288,7 @@ class EngineDouble:
             event["logprob"] = {"logprob": -1.0, "top_ids": [token], "top_logprobs": [-1.0]}
         if reason is not None:
             event["finished"] = reason
-        elif self.role == "prefill":
+        elif self.role == "prefill" and not entry.get("to_end"):
             self.leases[request_id] = tokens
             event["handle"] = {"instance": self.name, "epoch": self.epoch, "id": request_id}
         else:

@@ -90,8 +90,16 @@ def test_image_is_refused_by_name() -> None:
 
 
 def test_names_of_the_endpoints_are_left_alone() -> None:
-    parameters = {"id": "7", "priority": 1, "timeout": 5, "sequence_id": 3, "triton_final_response": True}
+    parameters = {"id": "7", "timeout": 5, "sequence_id": 3, "triton_final_response": True}
     assert read(parameters=json.dumps(parameters)) == Parameters()
+
+
+def test_objectives_and_priority() -> None:
+    given = read(priority="-3", ttft_slo=0.5, tpot_slo="0.05", deadline=30)
+    assert given == Parameters(priority=-3, ttft_slo=0.5, tpot_slo=0.05, deadline=30.0)
+    for name in ("ttft_slo", "tpot_slo", "deadline"):
+        assert f"{name}=0: must be a number of seconds above 0" in refusal(**{name: 0})
+    assert "priority=1.5: must be an integer" in refusal(priority=1.5)
 
 
 def test_neutral_values_of_missing_features_are_no_errors() -> None:

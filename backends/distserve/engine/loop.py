@@ -74,6 +74,7 @@ class EngineLoop:
         self._flights: deque[Flight] = deque()
         self._flying: set[str] = set()  # keys of the requests in them
         self._doomed: dict[str, ServingError | None] = {}  # of these, what ends after it: error, or cancelled
+        self._landed_s = 0.0  # when a step ended last
         self._idle = True
         self._failures = 0  # in succession
 
@@ -125,6 +126,9 @@ class EngineLoop:
             transfers_pending=depth.transfers_pending,
             credits=depth.credits,
             preemptions=self.counters.preemptions,
+            prefill_steps=self.counters.prefill_steps,
+            prefill_tokens=self.counters.prompt_tokens,
+            prefill_us=int(self.counters.prefill_s * 1e6),
             taken=self.counters.requests,
             taken_tokens=self.counters.submitted_tokens,
         )
@@ -224,13 +228,22 @@ class EngineLoop:
             flight = self._flights.popleft()
             self._failures = 0
             self.counters.steps += 1
-            self.counters.prompt_tokens += flight.batch.prefill_tokens
             self.counters.output_tokens += len(flight.sampling)
             self._landed(flight)
-            self._book(flight, output, self._clock())
+            now = self._clock()
+            self._count_prefill(flight, now)
+            self._book(flight, output, now)
             self._role.settle()
             for item in flight.items:
                 self._end_doomed(item.request.id)
+
+    def _count_prefill(self, flight: Flight, now: float) -> None:
+        """With steps in flight together, the time of each begins where the one before has ended."""
+        if flight.batch.prefill:
+            self.counters.prefill_steps += 1
+            self.counters.prompt_tokens += flight.batch.prefill_tokens
+            self.counters.prefill_s += now - max(flight.began_s, self._landed_s)
+        self._landed_s = now
 
     def _landed(self, flight: Flight) -> None:
         """Its requests are not in flight any more."""

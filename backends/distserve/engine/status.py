@@ -14,7 +14,7 @@ from distserve.serving.schema import LOAD_KEYS
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A moment of the loop, made by its thread and read by others. The first eight are `schema.LOAD_KEYS`."""
+    """A moment of the loop, made by its thread and read by others. The first ones are `schema.LOAD_KEYS`."""
 
     blocks_free: int = 0
     queued: int = 0  # waiting for a prefill here, or for admission to decode
@@ -24,6 +24,9 @@ class Load:
     transfers_pending: int = 0
     credits: int = 0
     preemptions: int = 0
+    prefill_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_us: int = 0
     taken: int = 0  # submits that the loop has taken out of its inbox, since the start
     taken_tokens: int = 0
 
@@ -58,6 +61,8 @@ class Counters:
     failed: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0  # prefilled, recomputed ones included
+    prefill_steps: int = 0  # that computed some of them
+    prefill_s: float = 0.0  # during which such a step ran, and no older one
     output_tokens: int = 0
     transfers: int = 0
     transfers_failed: int = 0

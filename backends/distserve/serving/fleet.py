@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distserve.core.config import Role
 from distserve.serving.link import InstanceLink
 from distserve.serving.schema import LOAD_KEYS
 
@@ -18,11 +19,31 @@ class Limits:
     max_total: int
 
 
+@dataclass(frozen=True)
+class Alone:
+    """Which roles may serve a request whole while none is up that would do the other half."""
+
+    prefill: bool = False
+    decode: bool = False
+
+    def allows(self, role: Role) -> bool:
+        return role == "unified" or (role == "prefill" and self.prefill) or (role == "decode" and self.decode)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The instance that is to compute a prompt; ``to_end``: and to decode it."""
+
+    link: InstanceLink
+    to_end: bool
+
+
 class Fleet:
     """Links by instance name. Choosing is by least work, nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: Alone | None = None) -> None:
         self.links: dict[str, InstanceLink] = {}
+        self._alone = alone or Alone()
         self._avoid: dict[str, float] = {}  # full a moment ago: until when to leave it alone
 
     def __iter__(self) -> Iterator[InstanceLink]:
@@ -37,49 +58,52 @@ class Fleet:
         """Up, of the same model as the others, and not being drained."""
         return link.up and not link.draining and self._same_model(link)
 
-    @property
-    def prefill_ready(self) -> bool:
-        return any(self.usable(link) and link.spec.role in ("prefill", "unified") for link in self)
+    def can_decode(self, total: int) -> bool:
+        """A handle can be taken over by an instance that is up, if not now."""
+        return any(self._usable_decode(link, total) for link in self)
 
     @property
-    def decode_ready(self) -> bool:
-        return any(self.usable(link) and link.spec.role in ("decode", "unified") for link in self)
+    def pieces_above(self) -> int | None:
+        """The shortest prompts above this length let others pass on some instance; None: on none."""
+        lengths = [link.status.pieces_above for link in self if link.status is not None and self.usable(link)]
+        return min((length for length in lengths if length is not None), default=None)
 
     @property
     def ready(self) -> bool:
         """A request can be served to its end."""
         roles = {link.spec.role for link in self if self.usable(link)}
-        return "unified" in roles or {"prefill", "decode"} <= roles
+        return {"prefill", "decode"} <= roles or any(self._alone.allows(role) for role in roles)
 
     def avoid(self, link: InstanceLink, until_s: float) -> None:
         self._avoid[link.name] = until_s
 
-    def pick_prefill(self, known: int, total: int, now: float) -> InstanceLink | None:
-        """The prefill-capable instance with the least tokens of work that can take ``known`` tokens now.
+    def candidates(self, known: int, total: int) -> list[Choice]:
+        """The usable instances that could, by their size, compute a prompt of ``known`` tokens.
 
-        A prompt above the free credits goes only to an instance without work, which then runs it alone.
+        Prefill instances while another can go on, and unified ones; for want of them, what may serve alone.
+        ``total``: tokens at the longest possible end.
         """
-        decode = any(self._decodes(link, total) for link in self if self.usable(link))
-        best: InstanceLink | None = None
-        for link in self:
-            if not self.usable(link) or self._avoid.get(link.name, 0.0) > now:
+        return self._choices([link for link in self if self.usable(link)], known, total)
+
+    def pick_prefill(self, candidates: Sequence[Choice], known: int, now: float) -> Choice | None:
+        """The candidate with the least tokens of work that can take ``known`` tokens now.
+
+        A prompt above the free credits goes only to an instance without work, which then runs it alone; one
+        that is computed in pieces to an instance without another such prompt.
+        """
+        best: Choice | None = None
+        for choice in candidates:
+            if self._avoid.get(choice.link.name, 0.0) > now or not _has_room(choice.link, known):
                 continue
-            if not self._prefills(link, known, total, decode):
-                continue
-            room = link.load.credits
-            if known > room and (room <= 0 or link.load.outstanding_tokens > 0):
-                continue
-            if best is None or link.load.waiting_tokens < best.load.waiting_tokens:
-                best = link
+            if best is None or _before(choice.link, best.link):
+                best = choice
         return best
 
     def pick_decode(self, total: int, now: float) -> InstanceLink | None:
         """The least loaded decode instance on which ``total`` tokens fit."""
         best: tuple[float, InstanceLink] | None = None
         for link in self:
-            if not self.usable(link) or not self._decodes(link, total):
-                continue
-            if self._avoid.get(link.name, 0.0) > now:
+            if not self._usable_decode(link, total) or self._avoid.get(link.name, 0.0) > now:
                 continue
             assert link.status is not None
             running = link.load.reported.get("running", 0) + link.load.reported.get("queued", 0)
@@ -92,17 +116,29 @@ class Fleet:
         """What the largest instances could take, whether they are up now or not; None: none has told yet."""
         known = [link for link in self if link.status is not None and self._same_model(link)]
         sizes = {role: [_tokens(link) for link in known if link.spec.role == role] for role in _ROLES}
-        unified = max(sizes["unified"], default=0)
-        decode = max(sizes["decode"], default=0)
-        prefill = max(sizes["prefill"], default=0)
-        max_prompt = max(unified - 1, min(prefill, decode - 1))
-        return Limits(max_prompt, max(unified, decode if prefill else 0)) if max_prompt > 0 else None
+        prefill, decode = max(sizes["prefill"], default=0), max(sizes["decode"], default=0)
+        alone = max(sizes["unified"], default=0)
+        if not (prefill and decode):
+            missing = max(decode if self._alone.decode else 0, prefill if self._alone.prefill else 0)
+            alone = max(alone, missing)
+        max_prompt = max(alone - 1, min(prefill, decode - 1))
+        return Limits(max_prompt, max(alone, decode if prefill else 0)) if max_prompt > 0 else None
 
     def could_fit(self, known: int, total: int) -> bool:
-        """Is there an instance, up or not, that could prefill this?"""
+        """Is there an instance, up or not, that could compute this?"""
         told = [link for link in self if link.status is not None and self._same_model(link)]
-        decode = any(self._decodes(link, total) for link in told)
-        return any(self._prefills(link, known, total, decode) for link in told)
+        return bool(self._choices(told, known, total))
+
+    def _usable_decode(self, link: InstanceLink, total: int) -> bool:
+        return self.usable(link) and link.spec.role == "decode" and _tokens(link) >= total
+
+    def _choices(self, links: Sequence[InstanceLink], known: int, total: int) -> list[Choice]:
+        whole = [link for link in links if _tokens(link) >= total]
+        choices = [Choice(link, False) for link in whole if link.spec.role == "unified"]
+        if any(link.spec.role == "decode" for link in whole):
+            prefills = [link for link in links if link.spec.role == "prefill" and _tokens(link) >= known]
+            choices += [Choice(link, False) for link in prefills]
+        return choices or [Choice(link, True) for link in whole if self._alone.allows(link.spec.role)]
 
     def describe(self) -> list[dict[str, Any]]:
         """One entry per instance, for the `status` operation."""
@@ -135,18 +171,23 @@ class Fleet:
     def _same_model(self, link: InstanceLink) -> bool:
         return link.status is None or link.status.model_hash == self.model_hash
 
-    def _decodes(self, link: InstanceLink, total: int) -> bool:
-        return link.spec.role == "decode" and _tokens(link) >= total
-
-    def _prefills(self, link: InstanceLink, known: int, total: int, decode: bool) -> bool:
-        """Could the instance, by its size, take this request? ``decode``: another could go on."""
-        if link.spec.role == "unified":
-            return _tokens(link) >= total
-        return link.spec.role == "prefill" and decode and _tokens(link) >= known
-
 
 _ROLES = ("prefill", "decode", "unified")
 
 
+def _has_room(link: InstanceLink, known: int) -> bool:
+    load = link.load
+    if link.in_pieces(known):
+        return load.longs == 0 and load.credits > 0
+    return known <= load.credits or (load.credits > 0 and load.outstanding_tokens == 0)
+
+
 def _tokens(link: InstanceLink) -> int:
     return min(link.status.max_context, link.status.pool_tokens) if link.status is not None else 0
+
+
+def _before(one: InstanceLink, other: InstanceLink) -> bool:
+    """Less work ahead; of equals the one with fewer requests, or unified instances that all have an empty
+    prefill queue would leave all the decoding to the first."""
+    mine, theirs = one.load.waiting_tokens, other.load.waiting_tokens
+    return (mine, len(one.targets)) < (theirs, len(other.targets))

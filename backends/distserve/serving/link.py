@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from distserve.serving.instance_client import InstanceClient
-from distserve.serving.link_state import InstanceStatus, LinkPhase, Load
+from distserve.serving.link_state import InstanceStatus, LinkPhase, Load, Work
 from distserve.serving.orchestrator_config import InstanceSpec, OrchestratorConfig
 from distserve.serving.outbox import Outbox
 from distserve.serving.schema import Op, ServingError, decode_reply, encode
@@ -66,7 +66,7 @@ class InstanceLink:
         self._identity = {"owner": owner, "epoch": epoch}
         self._seq = 0
         self._orphans: set[str] = set()  # ids that the instance may still work on for nobody
-        self._work: dict[str, int] = {}  # tokens of prefill work booked, by id
+        self._work: dict[str, Work] = {}  # prefill work booked, by id
         self._outbox = Outbox(self.call, self._refused, config.call_timeout_s)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,6 +83,11 @@ class InstanceLink:
         """Nothing of ours is there: a drained instance may be unloaded."""
         return not self.targets and not self.leases
 
+    def in_pieces(self, prompt_tokens: int) -> bool:
+        """The instance lets others overtake a prompt of this length."""
+        above = self.status.pieces_above if self.status is not None else None
+        return above is not None and prompt_tokens > above
+
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._outbox.run())]
 
@@ -95,14 +100,17 @@ class InstanceLink:
 
     def submit(self, request: dict[str, Any], target: Target, work_tokens: int) -> None:
         """Queue a request for the next submit call; ``work_tokens`` of prefill work are booked."""
+        work = Work(work_tokens, 0 if self.in_pieces(work_tokens) else work_tokens)
         self.targets[request["id"]] = target
-        self._work[request["id"]] = work_tokens
-        self.load.submitted(work_tokens)
-        self._outbox.submit(request, work_tokens, self.load)
+        self._work[request["id"]] = work
+        self.load.submitted(work)
+        self._outbox.submit(request, work, self.load)
 
     def work_done(self, request_id: str) -> None:
         """The prompt is computed, or will never be: its tokens count as work no more."""
-        self.load.done(self._work.pop(request_id, 0))
+        work = self._work.pop(request_id, None)
+        if work is not None:
+            self.load.done(work)
 
     def forget(self, request_id: str) -> None:
         """The request has ended here by an event of the instance."""
@@ -241,7 +249,7 @@ class InstanceLink:
         self.leases.clear()
         self._work.clear()
         self._outbox.clear()
-        self.load = Load()
+        self.load = Load(pace=self.load.pace)  # the hardware is the same
         for target in lost.values():
             target.on_lost(self, error)
 

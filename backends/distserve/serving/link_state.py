@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from distserve.serving.pace import PrefillPace
 from distserve.serving.schema import LOAD_KEYS
 
 LinkPhase = Literal["connecting", "up", "down"]
@@ -23,6 +24,10 @@ class InstanceStatus:
     block_size: int
     blocks_total: int
     max_batch_size: int
+    max_batch_tokens: int
+    pieces_above: int | None = (
+        None  # longer prompts are computed in pieces, and overtaken; None: they are not
+    )
 
     @property
     def pool_tokens(self) -> int:
@@ -41,7 +46,20 @@ class InstanceStatus:
             block_size=int(reply["block_size"]),
             blocks_total=int(reply["blocks_total"]),
             max_batch_size=int(reply["max_batch_size"]),
+            max_batch_tokens=int(reply["max_batch_tokens"]),
+            pieces_above=None if reply.get("pieces_above") is None else int(reply["pieces_above"]),
         )
+
+
+class Work(NamedTuple):
+    """What a submitted prompt is to an instance, in tokens."""
+
+    tokens: int
+    charge: int  # of those, what a prompt behind it has to wait for: none if it can be overtaken
+
+    @property
+    def long(self) -> bool:
+        return self.charge < self.tokens
 
 
 @dataclass
@@ -55,32 +73,50 @@ class Load:
     reported: dict[str, int] = field(default_factory=dict)
     credits: int = 0
     outstanding_tokens: int = 0  # of prompts submitted from here and not prefilled yet
+    outstanding_charge: int = 0
     unsent_tokens: int = 0  # of those, still on their way to the instance
+    unsent_charge: int = 0
+    longs: int = 0  # outstanding prompts that can be overtaken
+    pace: PrefillPace = field(default_factory=PrefillPace)
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take over a reported load."""
+        before = tuple(self.reported.get(key) for key in _PACE_KEYS)
         for key in LOAD_KEYS:
             value = values.get(key)
             if isinstance(value, int):
                 self.reported[key] = value
         if isinstance(values.get("credits"), int):
-            self.credits = int(values["credits"]) - self.unsent_tokens
+            self.credits = int(values["credits"]) - self.unsent_charge
+        after = tuple(self.reported.get(key) for key in _PACE_KEYS)
+        if None not in before and None not in after:
+            steps, tokens, micros = (b - a for a, b in zip(before, after, strict=True))  # type: ignore[operator]
+            self.pace.note(steps, tokens, micros / 1e6)
 
-    def submitted(self, tokens: int) -> None:
-        self.credits -= tokens
-        self.outstanding_tokens += tokens
-        self.unsent_tokens += tokens
+    def submitted(self, work: Work) -> None:
+        self.credits -= work.charge
+        self.outstanding_tokens += work.tokens
+        self.outstanding_charge += work.charge
+        self.unsent_tokens += work.tokens
+        self.unsent_charge += work.charge
+        self.longs += work.long
 
-    def arrived(self, tokens: int) -> None:
+    def arrived(self, work: Work) -> None:
         """The instance has answered the submit call."""
-        self.unsent_tokens -= tokens
+        self.unsent_tokens -= work.tokens
+        self.unsent_charge -= work.charge
 
-    def done(self, tokens: int) -> None:
+    def done(self, work: Work) -> None:
         """Prefilled, refused, cancelled or lost."""
-        self.credits += tokens
-        self.outstanding_tokens -= tokens
+        self.credits += work.charge
+        self.outstanding_tokens -= work.tokens
+        self.outstanding_charge -= work.charge
+        self.longs -= work.long
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of work before a new prompt: the larger of our own account and the instance's."""
         return max(self.outstanding_tokens, self.reported.get("queued_tokens", 0) + self.unsent_tokens)
+
+
+_PACE_KEYS = ("prefill_steps", "prefill_tokens", "prefill_us")

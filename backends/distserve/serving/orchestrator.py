@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from distserve.serving.attainment import Attainment, Objectives
 from distserve.serving.chunk import Sink
 from distserve.serving.client_request import ClientRequest
-from distserve.serving.fleet import Fleet, Limits
+from distserve.serving.fleet import Alone, Fleet, Limits
+from distserve.serving.forecast import Forecaster
 from distserve.serving.instance_client import Connector
 from distserve.serving.link import InstanceLink
 from distserve.serving.metrics import Metrics
 from distserve.serving.orchestrator_config import InstanceSpec, OrchestratorConfig
-from distserve.serving.params import invalid
+from distserve.serving.params import Parameters, invalid
 from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Outcome, Session
@@ -55,13 +58,23 @@ class Orchestrator:
     ) -> None:
         self.config = config
         self.codec = codec
-        self.fleet = Fleet()
-        self.router = Router(self.fleet, config.max_queue, config.unavailable_after_s)
+        self.fleet = Fleet(Alone(config.prefill_may_decode, config.decode_may_prefill))
+        self.router = Router(
+            self.fleet,
+            config.max_queue,
+            config.max_queue_tokens,
+            config.unavailable_after_s,
+            config.ordering(),
+        )
+        self.attainment = Attainment(config.slo_window_s)
+        self._objectives = Objectives(config.slo_ttft_s, config.slo_tpot_s)
+        self._forecaster = Forecaster(self.fleet, self.router)
         self.sessions: dict[int, Session] = {}
         self.epoch = time.time_ns()  # new at every start
         self.stopping = False
         self._connect, self._metrics, self._owner, self._clock = connect, metrics, owner, clock
         self._numbers = 0
+        self._entering = 0  # requests between arrival and queue
         self._changed = asyncio.Event()
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._ticker: asyncio.Task[None] | None = None
@@ -118,16 +131,25 @@ class Orchestrator:
         self, request: ClientRequest, sink: Sink, arrival_s: float | None = None
     ) -> Session | None:
         """Admit a request. Its sink gets the answer, or the refusal (then None is returned)."""
+        self._entering += 1
         try:
             return await self._admit(request, sink, self._clock() if arrival_s is None else arrival_s)
         except ServingError as error:
-            self._metrics.refused(error)
+            self.refused(request.params, error)
             sink.fail(error)
             return None
+        finally:
+            self._entering -= 1
 
     async def _admit(self, request: ClientRequest, sink: Sink, arrival_s: float) -> Session:
         if self.stopping:
             raise ServingError("UNAVAILABLE", "the server is shutting down")
+        if self._entering + len(self.router) > self.config.max_queue:
+            self.router.check_room(0)
+            raise ServingError(
+                "RESOURCE_EXHAUSTED",
+                f"queue full: {self._entering - 1} requests are being read; try again later",
+            )
         limits = await self._limits()
         prompt = await self._tokenize(request, limits)
         if len(prompt) > limits.max_prompt:
@@ -137,21 +159,27 @@ class Orchestrator:
                 f"{field}: prompt of {len(prompt)} tokens, at most {limits.max_prompt} are allowed "
                 f"(context and KV pool hold {limits.max_total} tokens, prompt and output together)",
             )
-        timeout_s = min(request.timeout_s or self.config.request_timeout_s, self.config.request_timeout_s)
+        self.router.check_room(len(prompt))
+        params, most_s = request.params, self.config.request_timeout_s
+        timeout_s = min(request.timeout_s or most_s, params.deadline or most_s, most_s)
+        objectives = self._objectives_of(params)
         self._numbers += 1
         session = Session(
             self,
             number=self._numbers,
             prompt=prompt,
-            max_tokens=min(request.params.max_tokens, limits.max_total - len(prompt)),
-            params=request.params,
+            max_tokens=min(params.max_tokens, limits.max_total - len(prompt)),
+            params=params,
             seed=secrets.randbits(63),
             codec=self.codec,
             sink=sink,
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s,
+            due_s=arrival_s + (math.inf if objectives.ttft_s is None else objectives.ttft_s),
             id_prefix=f"{self.epoch:x}-",
         )
+        limit_s = objectives.ttft_s if self.config.refuse_late else params.ttft_slo
+        self._forecaster.check(session, limit_s, self.now())
         self.sessions[session.number] = session
         try:
             self.router.enqueue(session, self.now())
@@ -159,6 +187,15 @@ class Orchestrator:
             del self.sessions[session.number]
             raise
         return session
+
+    def refused(self, params: Parameters, error: ServingError) -> None:
+        """Count a request that was not admitted."""
+        self._metrics.refused(error)
+        if error.code != "INVALID_ARGUMENT" and self._objectives_of(params).any:
+            self.attainment.note(self.now(), False, False)
+
+    def _objectives_of(self, params: Parameters) -> Objectives:
+        return Objectives(params.ttft_slo, params.tpot_slo).or_else(self._objectives)
 
     def cancel(self, session: Session) -> None:
         """The client has gone: stop the work in whichever stage it is."""
@@ -208,6 +245,8 @@ class Orchestrator:
 
     def hand_over(self, session: Session) -> None:
         self.router.hand_over(session, self.now())
+        if session.state == "queued":  # there was nobody to hand it to
+            self._changed_soon()
 
     def continue_elsewhere(self, session: Session, error: ServingError) -> None:
         session.recoveries += 1
@@ -240,7 +279,16 @@ class Orchestrator:
     def ended(self, session: Session, outcome: Outcome, error: ServingError | None) -> None:
         self.sessions.pop(session.number, None)
         self.router.remove(session)
-        self._metrics.ended(outcome, error, session.times.summary(len(session.output)), session)
+        times, tokens, now = session.times.summary(len(session.output)), len(session.output), self.now()
+        self._metrics.ended(outcome, error, times, session)
+        objectives = self._objectives_of(session.params)
+        if outcome != "cancelled" and objectives.any:
+            met = (
+                objectives.met(times["ttft_s"], times["tpot_s"], tokens) if error is None else (False, False)
+            )
+            self.attainment.note(now, *met)
+        if error is None and tokens > 1:
+            self._forecaster.ended(now, times["tpot_s"])
         self._changed_soon()
 
     # changes and time

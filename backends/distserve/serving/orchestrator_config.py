@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from distserve.core.config import Role
+from distserve.core.order import Order, Ordering
 from distserve.core.parsing import ConfigError, nearest, parse
 
 MODEL_PARAMETER = "orchestrator"
@@ -45,6 +46,13 @@ class OrchestratorConfig:
     model: str  # a folder, or cache:NAME; for the tokenizer and the end tokens
     instances: tuple[InstanceSpec, ...] = ()
     max_queue: int = 1024  # requests waiting for a prefill instance; the next one is refused
+    max_queue_tokens: int = 2_000_000  # of the prompts of these requests; they take up to 40 bytes each
+    scheduling: Order = "fcfs"  # of these requests; "shortest" (with ageing), "deadline"
+    ageing_tokens_per_s: float = 1000.0  # scheduling "shortest": what a second of waiting counts
+    slo_ttft_s: float | None = None  # objectives of requests without their own; attainment is counted by them
+    slo_tpot_s: float | None = None
+    slo_window_s: float = 60.0  # of the attainment shown
+    refuse_late: bool = False  # refuse what will not meet slo_ttft_s; a request's own ttft_slo always counts
     max_text_bytes: int = 4 << 20  # of one prompt
     request_timeout_s: float = 600.0  # from arrival to the final response
     hop_timeout_s: float = 120.0  # of one stage without any sign of the request
@@ -54,12 +62,14 @@ class OrchestratorConfig:
     unavailable_after_s: float = 8.0  # without a live instance of a needed role, requests fail
     lease_renew_s: float = 3.0  # below a third of the instances' lease_s
     max_recoveries: int = 4  # continuations of one request after failures of instances
+    prefill_may_decode: bool = False  # while no decode instance is up, prefill instances serve requests whole
+    decode_may_prefill: bool = True  # and the other way round; off: the orchestrator is not ready then
     drain_s: float = 30.0  # on unload: how long running requests may go on
     lanes: int = 4  # threads that send responses
     cancel_check_s: float = 0.05
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_text_bytes", "lanes"):
+        for name in ("max_queue", "max_queue_tokens", "max_text_bytes", "lanes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.max_recoveries < 0:
@@ -73,13 +83,25 @@ class OrchestratorConfig:
             "unavailable_after_s",
             "lease_renew_s",
             "cancel_check_s",
+            "slo_window_s",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
+        for name in ("slo_ttft_s", "slo_tpot_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value}: must be above 0")
+        if self.refuse_late and self.slo_ttft_s is None:
+            raise ConfigError("refuse_late=true: needs slo_ttft_s")
+        self.ordering()
         names = [spec.name for spec in self.instances]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"instances: {name!r} is named twice")
+
+    def ordering(self) -> Ordering:
+        """Of requests that wait for prefill. Raises `ConfigError`."""
+        return Ordering(self.scheduling, self.ageing_tokens_per_s)
 
     @classmethod
     def load(cls, text: str, where: str = MODEL_PARAMETER) -> OrchestratorConfig:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal
 
-from distserve.serving.link_state import Load
+from distserve.serving.link_state import Load, Work
 from distserve.serving.schema import ServingError
 
 IdsOp = Literal["cancel", "release", "renew"]
@@ -29,20 +29,20 @@ class Outbox:
         deadline_s: float,
     ) -> None:
         self._call, self._refuse, self._deadline_s = call, refuse, deadline_s
-        self._submits: dict[str, tuple[dict[str, Any], int, Load]] = {}
+        self._submits: dict[str, tuple[dict[str, Any], Work, Load]] = {}
         self._ids: dict[IdsOp, set[str]] = {"cancel": set(), "release": set(), "renew": set()}
         self._wake = asyncio.Event()
 
-    def submit(self, request: dict[str, Any], work_tokens: int, load: Load) -> None:
+    def submit(self, request: dict[str, Any], work: Work, load: Load) -> None:
         """Queue a request; ``load`` is told when the instance has it."""
-        self._submits[request["id"]] = (request, work_tokens, load)
+        self._submits[request["id"]] = (request, work, load)
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
         unsent = self._submits.pop(request_id, None)
         if unsent is not None:
-            _, work_tokens, load = unsent
-            load.arrived(work_tokens)
+            _, work, load = unsent
+            load.arrived(work)
             return
         self._ids["cancel"].add(request_id)
         self._wake.set()
@@ -85,7 +85,7 @@ class Outbox:
             return
 
     async def _send_submits(self) -> None:
-        batch: list[tuple[dict[str, Any], int, Load]] = []
+        batch: list[tuple[dict[str, Any], Work, Load]] = []
         tokens = 0
         for request_id in list(self._submits):
             if batch and (len(batch) == _MAX_REQUESTS or tokens > _MAX_TOKENS):
@@ -93,8 +93,8 @@ class Outbox:
             batch.append(self._submits.pop(request_id))
             tokens += len(batch[-1][0]["prompt"])
         outcome = await self._deliver([request for request, _, _ in batch])
-        for request, work_tokens, load in batch:
-            load.arrived(work_tokens)
+        for request, work, load in batch:
+            load.arrived(work)
             error = outcome.get(request["id"]) if isinstance(outcome, dict) else outcome
             if error is not None:
                 self._refuse(request["id"], error)

@@ -23,7 +23,7 @@ MAX_STOP_IDS = 1024
 MAX_LOGPROBS = 20
 
 ENDPOINT_NAMES = frozenset(
-    {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+    {"id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
 )
 """Belong to the HTTP and gRPC endpoints and are left there; so are names that begin with ``triton_``."""
 
@@ -49,6 +49,10 @@ class Parameters:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
+    priority: int = 0
+    ttft_slo: float | None = None
+    tpot_slo: float | None = None
+    deadline: float | None = None
     stream: bool = False
     exclude_input_in_output: bool | None = None
     return_finish_reason: bool = False
@@ -221,6 +225,7 @@ def _top_k(name: str, value: Any) -> int:
 
 
 _PENALTY = _real(-2, 2, "in [-2, 2]")
+_DURATION = _real(0, 1e6, "of seconds above 0", low_open=True)
 _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "max_tokens": _integer(1, 2**31 - 1),
     "min_tokens": _integer(0, 2**31 - 1),
@@ -236,6 +241,10 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logprobs": _integer(0, MAX_LOGPROBS),
+    "priority": _integer(-(2**31), 2**31 - 1),
+    "ttft_slo": _DURATION,
+    "tpot_slo": _DURATION,
+    "deadline": _DURATION,
     "stream": _boolean,
     "exclude_input_in_output": _boolean,
     "return_finish_reason": _boolean,

@@ -9,12 +9,15 @@ Call   ``{"v": 1, "op": ..., "owner": str, "epoch": int, ...}``; ``epoch`` is ne
 Reply  ``{"v": 1, "ok": true, ...}`` or ``{"v": 1, "ok": false, "error": {"code": str, "message": str}}``.
 
 ``status``   -> instance, role, epoch (new at every engine start), layout, model_hash, max_context,
-             block_size, blocks_total, max_batch_size, and the `LOAD_KEYS`, all at top level.
+             block_size, blocks_total, max_batch_size, max_batch_tokens, pieces_above (longer prompts are
+             computed in pieces, between which others go; null: they are not), and the `LOAD_KEYS`, all at
+             top level.
 ``submit``   requests: [{id, prompt: [int], output: [int] (produced so far), max_tokens (of the whole output,
              what is in ``output`` included), sampling: {`SAMPLING_KEYS`}, deadline_s? (seconds from now),
-             handle? (decode only)}] -> results: [{id, ok: true} | {id, ok: false, error}]. Submitting again
-             an id that the same owner and epoch already has is ok and does nothing, so that a call whose
-             reply was lost can be repeated.
+             handle? (decode only), to_end? (bool; prefill only: decode it, too, and hand nothing out),
+             priority? (int), due_s? (seconds from now, of the first token)}] -> results: [{id, ok: true} |
+             {id, ok: false, error}]. Submitting again an id that the same owner and epoch already has is
+             ok and does nothing, so that a call whose reply was lost can be repeated.
 ``poll``     ack: last seq seen -> epoch, seq, events: [{seq, id, type, ...}], load? {`LOAD_KEYS`}. Held
              open up to heartbeat_s, then answered empty. Events that no poll has acknowledged are sent
              again. A second poll of the same owner ends the first one at once.
@@ -24,8 +27,10 @@ Reply  ``{"v": 1, "ok": true, ...}`` or ``{"v": 1, "ok": false, "error": {"code"
 Events. ``prefilled`` {token, logprob?, handle? (absent on a unified instance and when finished), finished?:
 reason, queue_s, prefill_s}; ``admitted`` {queue_s}; ``started`` {queue_s, transfer_s}: the KV is here and
 decoding begins; ``token`` {tokens: [int], logprobs?: [entry]}; ``finished`` {reason, error?: {code,
-message}}. A unified instance sends ``prefilled`` without handle, then ``token``. An end or stop token is sent
-as a token, too. A logprob entry is {logprob, top_ids: [int], top_logprobs: [float]}, most likely first.
+message}}. A unified instance sends ``prefilled`` without handle, then ``token``; so does a decode
+instance for a request without handle, and a prefill instance for one that has ``to_end``. An end or
+stop token is sent as a token, too. A logprob entry is {logprob, top_ids: [int], top_logprobs: [float]},
+most likely first.
 
 Engine process <-> stub: see `distserve.serving.frames`.
 """
@@ -81,6 +86,9 @@ LOAD_KEYS: tuple[str, ...] = (
     "transfers_pending",
     "credits",  # tokens of prefill work that the instance can take into its next batches now
     "preemptions",
+    "prefill_steps",  # since the engine's start: steps that computed prompts,
+    "prefill_tokens",  # the tokens of these prompts,
+    "prefill_us",  # and the microseconds that these steps took
 )
 
 
@@ -136,6 +144,11 @@ ORCHESTRATOR_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("stop", "TYPE_STRING", (-1,)),
     TensorSpec("stop_token_ids", "TYPE_INT32", (-1,)),
     TensorSpec("ignore_eos", "TYPE_BOOL"),
+    # in time or not at all
+    TensorSpec("priority", "TYPE_INT32"),
+    TensorSpec("ttft_slo", "TYPE_FP32"),
+    TensorSpec("tpot_slo", "TYPE_FP32"),
+    TensorSpec("deadline", "TYPE_FP32"),
 )
 
 ORCHESTRATOR_OUTPUTS: tuple[TensorSpec, ...] = (

@@ -55,6 +55,7 @@ class Session:
         sink: Sink,
         arrival_s: float,
         deadline_s: float,
+        due_s: float,
         id_prefix: str,
     ) -> None:
         self.number = number  # in order of arrival
@@ -63,7 +64,9 @@ class Session:
         self.max_tokens = max_tokens
         self.params = params
         self.state: State = "queued"
-        self.deadline_s = deadline_s
+        self.priority = params.priority
+        self.deadline_s = deadline_s  # of the last token
+        self.due_s = min(due_s, deadline_s)  # of the first one
         self.last_sign_s = arrival_s
         self.recoveries = 0
         self.times = StageTimes(arrival_s)
@@ -81,6 +84,7 @@ class Session:
         self._handle: dict[str, Any] | None = None
         self._lease_link: InstanceLink | None = None
         self._started = False  # decoding, in this attempt
+        self._to_end = False  # one instance is to do all, in this attempt
 
     @property
     def has_handle(self) -> bool:
@@ -97,15 +101,29 @@ class Session:
         """Tokens at the longest possible end."""
         return len(self.prompt) + self.max_tokens
 
-    def start_prefill(self, link: InstanceLink) -> None:
-        """Submit to a prefill or unified instance."""
+    @property
+    def certain_tokens(self) -> int:
+        """Tokens that the output will have at least, if it comes to its end."""
+        params = self.params
+        until_length = params.ignore_eos and not params.stop and not params.stop_token_ids
+        return self.max_tokens if until_length else max(1, params.min_tokens)
+
+    def start_prefill(self, link: InstanceLink, to_end: bool = False) -> None:
+        """Submit to an instance that computes the prompt; ``to_end``: and the output, whatever its role."""
         self._attempt += 1
         self._wire_id = f"{self._id_prefix}{self.number}.{self._attempt}"
         self._started = False
         self.state, self.link = "prefilling", link
         self.last_sign_s = self._host.now()
         self.instances = {"prefill": link.name}
-        link.submit(self._request(), self, self.known_tokens)
+        self._to_end = to_end
+        request = self._request()
+        request["due_s"] = max(0.0, self.due_s - self._host.now())
+        if self.priority:
+            request["priority"] = self.priority
+        if to_end:
+            request["to_end"] = True
+        link.submit(request, self, self.known_tokens)
 
     def start_decode(self, link: InstanceLink) -> None:
         """Submit the handle to a decode instance."""
@@ -179,7 +197,7 @@ class Session:
         if self._handle is not None:
             self.state = "handoff"
             self._host.hand_over(self)
-        elif link.spec.role == "unified":
+        elif self._to_end or link.spec.role != "prefill":
             self.state = "decoding"
             self._on_started(now, {})
         else:
@@ -266,6 +284,12 @@ class Session:
             f"no end {now - self.times.arrival_s:.1f} s after its arrival, which is the time it had "
             f"({self.state}, {len(self.output)} of at most {self.max_tokens} tokens)",
         )
+
+    def start_over(self) -> None:
+        """From state handoff back to before prefill: nobody is going to take its KV over."""
+        self._leave_stage()
+        self._leave_instances()
+        self._handle = None
 
     def abandon_stage(self, error: ServingError) -> None:
         """Stop what the current instance does for the request, and continue elsewhere."""
