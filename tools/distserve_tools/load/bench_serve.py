@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -22,6 +21,7 @@ from distserve_planner.slo import Slo, seconds
 from distserve_planner.workload import Arrivals, Trace, named_workload, workload_names
 from distserve_planner.workload.readers import read_trace
 from distserve_tools.load.generator import GeneratorTooSlow, check_lag, make_jobs, run_open_loop
+from distserve_tools.load.lengths import scaled
 from distserve_tools.load.openai_target import OpenAITarget
 from distserve_tools.load.record import Record, write_log
 from distserve_tools.load.search import find_goodput
@@ -156,11 +156,7 @@ class Bench:
                 arrivals=Arrivals("poisson" if args.cv == 1.0 else "gamma", args.cv),
             )
             trace = workload.resample(seed, rate, args.requests)
-        limit = args.max_context or self._model.max_context
-        inputs = np.maximum(1, np.rint(trace.input_tokens * args.scale)).astype(np.int64)
-        outputs = np.maximum(1, np.rint(trace.output_tokens * args.scale)).astype(np.int64)
-        outputs = np.minimum(outputs, limit // 2)
-        return replace(trace, input_tokens=np.minimum(inputs, limit - outputs), output_tokens=outputs)
+        return scaled(trace, args.scale, args.max_context or self._model.max_context)
 
     def _run(self, trace: Trace, seed: int, label: str) -> list[Record]:
         jobs = make_jobs(trace, self._model.vocab_size, seed)

@@ -56,13 +56,14 @@ class TritonTarget:
                 if message.error_message:
                     record.error = message.error_message
                     return
-                self._book(message.infer_response, record)
+                self.book(message.infer_response, record)
         except grpc.aio.AioRpcError as error:
             record.error = f"{error.code().name}: {error.details()}"
         finally:
             record.end_s = time.monotonic() - self._start_s
 
-    def _book(self, response: Any, record: Record) -> None:
+    def book(self, response: Any, record: Record) -> None:
+        """Notes one message of the answer."""
         now = time.monotonic() - self._start_s
         for i, tensor in enumerate(response.outputs):
             raw = response.raw_output_contents[i]

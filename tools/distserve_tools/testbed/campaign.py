@@ -1,0 +1,206 @@
+"""One model and one workload: lone requests, repeats, rates, all systems in turn, and the same simulated."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distserve_planner.profile_file import Profile
+from distserve_planner.slo import Slo
+from distserve_planner.workload import Trace
+from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
+from distserve_tools.testbed.prediction import (
+    ServerTerms,
+    capacity_rps,
+    fit_terms,
+    predict,
+    system_spec,
+)
+from distserve_tools.testbed.runs import Run, run_once
+from distserve_tools.testbed.systems import CHUNKED, SYSTEMS, EngineLimits, Served
+from distserve_tools.testbed.traces import lone_requests, requests_at
+
+SIZING_REQUESTS = 400  # simulated, to choose rates and the chunk
+# rates, as shares of the highest at which half of the requests meet the objectives in the simulation
+LOWEST, HIGHEST = 0.3, 1.2
+WARM_UP_REQUESTS = 4
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Campaign:
+    """What was measured of one model under one workload."""
+
+    model: str
+    workload: ScaledWorkload
+    profile: Profile
+    limits: EngineLimits
+    lone: Mapping[str, Run]
+    slos: Mapping[str, Slo]  # by the objective's label
+    terms: Mapping[str, ServerTerms]
+    rates: Sequence[float]
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def main(self) -> Slo:
+        return next(iter(self.slos.values()))
+
+    @property
+    def middle_rate(self) -> float:
+        return self.rates[len(self.rates) // 2]
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        return tuple(self.lone)
+
+
+def sizing(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> tuple[EngineLimits, float]:
+    """The chunk that serves the chunked baseline best, and the rate at which the best system is overrun.
+
+    By simulation, so that no system's settings were tried on the requests that it is then measured with.
+    """
+    trace = requests_at(workload, 1.0, SIZING_REQUESTS, seed=10_000, max_context=profile.model.max_context)
+    slo = _expected_slo(profile, workload, limits)
+    blocks = blocks_of(profile, limits)
+
+    def capacity(system: str, limits: EngineLimits, target: float) -> float:
+        spec = system_spec(system, profile, limits, blocks, ServerTerms())
+        return capacity_rps(spec, trace, slo, target)
+
+    tried = {c: capacity(CHUNKED, _with_chunk(limits, c), slo.attainment) for c in CHUNKS}
+    chosen = _with_chunk(limits, max(tried, key=lambda c: (tried[c], c)))
+    return chosen, max(capacity(system, chosen, 0.5) for system in SYSTEMS)
+
+
+def blocks_of(profile: Profile, limits: EngineLimits) -> int:
+    """KV blocks that fit into an instance's pool."""
+    block_bytes = profile.model.kv_bytes_per_token(profile.dtype) * limits.block_size
+    return limits.kv_bytes // block_bytes
+
+
+def _with_chunk(limits: EngineLimits, chunk: int) -> EngineLimits:
+    return EngineLimits(
+        limits.max_batch_tokens, chunk, limits.kv_bytes, limits.max_batch_size, limits.block_size
+    )
+
+
+def _expected_slo(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> Slo:
+    """The first objective, from lone requests as simulated."""
+    lone = lone_requests(workload, 2, 1e4, profile.model.max_context)
+    spec = system_spec(SYSTEMS[0], profile, limits, blocks_of(profile, limits), ServerTerms())
+    seen = predict(spec, lone, ServerTerms())
+    return OBJECTIVES[0].slo(float(seen.ttft_s[0]), float(seen.tpot_s[0]))
+
+
+def grid(top: float, count: int) -> list[float]:
+    """`count` rates, evenly spaced, to two digits after the point."""
+    step = (HIGHEST - LOWEST) / max(1, count - 1)
+    return [round(top * (LOWEST + step * i), 2) for i in range(count)]
+
+
+def run_campaign(
+    plan: TestbedPlan,
+    model: str,
+    workload: ScaledWorkload,
+    profile: Profile,
+    limits: EngineLimits,
+    top_rps: float,
+    served: Mapping[str, Served],
+    say: Say,
+) -> Campaign:
+    """Measures all systems in turn at every rate, then simulates what was sent.
+
+    The middle rate is measured `plan.repeats` times with the same requests, first of all: how far repeats
+    of one run lie apart is what a prediction can be held against.
+    """
+    everybody = list(served.values())
+    context, vocab = profile.model.max_context, profile.model.vocab_size
+    _warm_up(workload, served, context, vocab)
+    lone_trace = lone_requests(workload, plan.lone_requests, _lone_gap(profile, workload, limits), context)
+    lone = {}
+    for name, system in served.items():
+        say(f"{workload.label}: {len(lone_trace)} lone requests, {name}")
+        lone[name] = run_once(system, everybody, lone_trace, 0.0, 0, vocab)
+    ttft, tpot = _lone_times(lone)
+    slos = {objective.label: objective.slo(ttft, tpot) for objective in OBJECTIVES}
+    campaign = Campaign(model, workload, profile, limits, lone, slos, {}, grid(top_rps, plan.rates))
+
+    def measure(rate: float, repeat: int) -> None:
+        count = max(8, round(rate * plan.run_s))
+        trace = requests_at(workload, rate, count, 1, context)
+        for name, system in _in_turn(served, repeat):
+            run = run_once(system, everybody, trace, rate, repeat, vocab)
+            campaign.runs.append(run)
+            say(f"{workload.label}: {rate:g}/s {name}: {_line(run, campaign.main)}")
+
+    for repeat in range(plan.repeats):
+        measure(campaign.middle_rate, repeat)
+    for rate in campaign.rates:
+        if rate != campaign.middle_rate:
+            measure(rate, 0)
+    add_predictions(campaign, lone_trace, served)
+    return campaign
+
+
+def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served]) -> None:
+    """Fits the server's terms to the lone requests and the processor time of the repeats, then simulates."""
+    terms = {}
+    for name in campaign.systems:
+        system = served[name]
+        if name not in SYSTEMS:
+            continue  # a peer: its engine is not profiled
+        spec = system_spec(name, campaign.profile, campaign.limits, system.blocks, ServerTerms())
+        per_token = _per_token_cpu(campaign, name)
+        terms[name] = fit_terms(spec, lone, campaign.lone[name].records, per_token)
+    campaign.terms = terms
+    specs = {
+        name: system_spec(name, campaign.profile, campaign.limits, served[name].blocks, terms[name])
+        for name in terms
+    }
+    for run in campaign.runs:
+        if run.system in specs:
+            run.predicted = predict(specs[run.system], run.trace, terms[run.system])
+
+
+def _per_token_cpu(campaign: Campaign, system: str) -> float:
+    """Processor seconds beside the engines for one token, over the repeats of the middle rate."""
+    runs = [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.middle_rate]
+    tokens = sum(run.tokens for run in runs)
+    return sum(run.cpu.beside_engines for run in runs) / tokens if tokens else 0.0
+
+
+def _lone_gap(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> float:
+    """Time enough for one request to end before the next."""
+    trace = lone_requests(workload, 2, 1e4, profile.model.max_context)
+    spec = system_spec(SYSTEMS[0], profile, limits, blocks_of(profile, limits), ServerTerms())
+    seen = predict(spec, trace, ServerTerms())
+    return 1.3 * float(seen.ttft_s[0] + seen.tpot_s[0] * trace.output_tokens[0]) + 0.3
+
+
+def _lone_times(lone: Mapping[str, Run]) -> tuple[float, float]:
+    """Median TTFT and TPOT of lone requests, all of our systems together: the same objectives for all."""
+    records = [r for name, run in lone.items() if name in SYSTEMS for r in run.records if r.ok]
+    return statistics.median(r.ttft_s for r in records), statistics.median(r.tpot_s for r in records)
+
+
+def _in_turn(served: Mapping[str, Served], turn: int) -> list[tuple[str, Served]]:
+    """Every repeat starts with another system."""
+    names = list(served)
+    shift = turn % len(names)
+    return [(name, served[name]) for name in names[shift:] + names[:shift]]
+
+
+def _warm_up(workload: ScaledWorkload, served: Mapping[str, Served], context: int, vocab: int) -> None:
+    """All instances of a system compute something before it is measured: the requests come together."""
+    trace = requests_at(workload, 1e3, WARM_UP_REQUESTS, 2, context)
+    for system in served.values():
+        run_once(system, [], trace, 0.0, 0, vocab)
+
+
+def _line(run: Run, slo: Slo) -> str:
+    failed = sum(not r.ok for r in run.records)
+    text = f"{len(run.records)} requests, attainment {100 * run.attainment(slo):.0f} %"
+    text += f", other processes {run.cpu.others / run.cpu.wall:.2f} cores"
+    return text + (f", {failed} failed" if failed else "")

@@ -1,0 +1,172 @@
+"""`distserve testbed`: disaggregated against colocated serving on two cores, measured and predicted."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distserve.core.model_config import cache_folder, resolve_model
+from distserve.core.parsing import ConfigError
+from distserve_planner.profile_file import Profile
+from distserve_tools.console import StepLines
+from distserve_tools.demo_model import DEMO_MODEL, ensure_demo_model
+from distserve_tools.engine_peers.random_llama import random_llama
+from distserve_tools.serve import START_ERRORS, signals_interrupt
+from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
+from distserve_tools.testbed.comparison import pairs, repeat_noise
+from distserve_tools.testbed.plan import RANDOM_MODEL, TestbedPlan
+from distserve_tools.testbed.report import report
+from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
+from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
+
+PROFILE_TIMEOUT_S = 3600.0
+SHORTEST_BATCH = 64  # tokens; a smaller Lm would make batches of prompts pointless
+
+EXAMPLES = """\
+examples:
+  distserve testbed --quick                      minutes: one model, one workload, nothing is judged
+  distserve testbed                              hours: both models, three workloads, vLLM beside
+  distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `distserve testbed`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument("--quick", action="store_true", help="short runs of one workload")
+    parser.add_argument("--output", type=Path, default=Path("build/testbed"), help="folder (%(default)s)")
+    parser.add_argument("--profile", type=Path, help="step times of the demo model, instead of measuring")
+    parser.add_argument("--run-s", type=float, help="seconds of load per run")
+    parser.add_argument("--vllm", action="store_true", help="two vLLM servers beside ours, also with --quick")
+    parser.add_argument("--no-vllm", action="store_true", help="leave them out of the full run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 when everything was measured and, in the full run, predicted within the noise."""
+    plan = TestbedPlan.quick() if args.quick else TestbedPlan()
+    if args.run_s is not None:
+        plan = plan.lasting(args.run_s)
+    lines = StepLines()
+    cores()
+    args.output.mkdir(parents=True, exist_ok=True)
+    with_vllm = args.vllm or not (args.quick or args.no_vllm)
+    campaigns: list[Campaign] = []
+    try:
+        with signals_interrupt():
+            for name in plan.models:
+                campaigns += _model(plan, name, args, with_vllm, lines.say)
+    except START_ERRORS as error:
+        sys.stderr.write(f"distserve testbed: {error}\n")
+        return 1
+    _write(campaigns, args.output, lines.say)
+    return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
+
+
+def _model(
+    plan: TestbedPlan, name: str, args: argparse.Namespace, with_vllm: bool, say: Callable[[str], None]
+) -> list[Campaign]:
+    if name == RANDOM_MODEL:
+        model = str(random_llama(cache_folder() / "models" / "bench-llama-125m"))
+    else:
+        ensure_demo_model(say)
+        model = name
+    given = args.profile if name == DEMO_MODEL else None
+    profile = _profile(model, plan, args.output / f"profile-{_slug(name)}.yaml", given, say)
+    campaigns = []
+    for workload in plan.workloads:
+        lm = max(SHORTEST_BATCH, profile.latency_model().lm_tokens_for(1))
+        limits, top = sizing(profile, workload, EngineLimits(lm, 256))
+        say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun expected at {top:.2f}/s")
+        with _all_systems(model, limits, with_vllm, say) as served:
+            campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say))
+    return campaigns
+
+
+@contextlib.contextmanager
+def _all_systems(
+    model: str, limits: EngineLimits, with_vllm: bool, say: Callable[[str], None]
+) -> Iterator[Mapping[str, Served]]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distserve-testbed-")))
+        served = dict(stack.enter_context(serving(SYSTEMS, model, limits, folder, say)))
+        if with_vllm:
+            say(f"starting {VLLM}")
+            served[VLLM] = stack.enter_context(vllm_serving(resolve_model(model), limits, folder, say))
+        yield served
+
+
+def _profile(
+    model: str, plan: TestbedPlan, path: Path, given: Path | None, say: Callable[[str], None]
+) -> Profile:
+    """Measured in a process of its own, which binds itself to the core."""
+    if given is not None:
+        return Profile.load(given)
+    say(f"profiling {model}")
+    command = [sys.executable, "-m", "distserve_tools", "profile", "--model", model, "--out", str(path)]
+    command += ["--device", f"cpu:{cores()[0]}", *(["--quick"] if plan.quick_profile else [])]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PROFILE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise ConfigError(f"profile of {model}: ended with code {done.returncode}")
+    return Profile.load(path)
+
+
+def _write(campaigns: list[Campaign], folder: Path, say: Callable[[str], None]) -> None:
+    from distserve_tools.testbed.figures import draw
+
+    texts, figures = [], []
+    document: dict[str, Any] = {"schema": "testbed/1", "campaigns": []}
+    for campaign in campaigns:
+        texts.append(report(campaign))
+        prefix = f"{_slug(campaign.model)}-{campaign.workload.label}"
+        figures += draw(campaign, folder / "figures", prefix)
+        document["campaigns"].append(_to_dict(campaign))
+    (folder / "results.json").write_text(json.dumps(document))
+    (folder / "report.md").write_text("\n".join(texts))
+    sys.stdout.write("\n".join(texts))
+    say(f"wrote {folder / 'report.md'}, results.json and {len(figures)} figures")
+
+
+def _to_dict(campaign: Campaign) -> dict[str, Any]:
+    return {
+        "model": campaign.model,
+        "workload": {"name": campaign.workload.name, "scale": campaign.workload.scale},
+        "slos": {k: {"ttft_s": v.ttft_s, "tpot_s": v.tpot_s} for k, v in campaign.slos.items()},
+        "terms": {
+            k: {
+                "first_token_s": t.first_token_s,
+                "iteration_s": t.iteration_s,
+                "per_token_s": t.per_token_s,
+            }
+            for k, t in campaign.terms.items()
+        },
+        "lone": [run.to_dict() for run in campaign.lone.values()],
+        "runs": [run.to_dict() for run in campaign.runs],
+    }
+
+
+def _within_noise(campaign: Campaign, say: Callable[[str], None]) -> bool:
+    """Every prediction within 2 points, or twice the noise of repeats, where that is larger."""
+    fine = True
+    for label, slo in campaign.slos.items():
+        allowed = max(2.0, 2 * (repeat_noise(campaign.runs, campaign.systems, slo) or 0.0))
+        for name in campaign.terms:
+            for pair in pairs(campaign.runs, name, slo):
+                if pair.error is not None and abs(pair.error) > allowed:
+                    say(
+                        f"{campaign.workload.label}, {label}: {name} at {pair.rate_rps:g}/s is predicted "
+                        f"{pair.error:+.1f} points off, allowed are {allowed:.1f}"
+                    )
+                    fine = False
+    return fine
+
+
+def _slug(model: str) -> str:
+    return model.removeprefix("cache:").replace("/", "-")

@@ -1,0 +1,217 @@
+"""The tables of a campaign in Markdown. What they mean is for people to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from distserve_planner.slo import Slo, seconds
+from distserve_tools.load.record import STAGES
+from distserve_tools.testbed.campaign import Campaign
+from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
+from distserve_tools.testbed.cpu_account import PARTS
+from distserve_tools.testbed.runs import Run
+
+TARGETS = (0.9, 0.99)
+DEVICES = 2
+SCALES = (2.0, 1.5, 1.25, 1.0, 0.8, 0.6, 0.5)
+
+
+def report(campaign: Campaign) -> str:
+    """All tables of one campaign."""
+    title = f"## {campaign.workload.label}, {campaign.model}"
+    parts = [
+        title,
+        _settings(campaign),
+        "### Lone requests",
+        _lone(campaign),
+        "### Attainment by rate, measured and simulated",
+        *(_pairs(campaign, label, slo) for label, slo in campaign.slos.items()),
+        "### Prediction",
+        _prediction(campaign),
+        "### Goodput (requests/s per core)",
+        _goodput(campaign),
+        f"### SLO scale at {campaign.middle_rate:g} requests/s",
+        _scales(campaign),
+        "### Where the time goes",
+        _stages(campaign),
+        "### Processor time",
+        _cpu(campaign),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, all columns but the first to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _settings(campaign: Campaign) -> str:
+    limits, profile = campaign.limits, campaign.profile
+    transfer = profile.transfer
+    lines = [
+        f"Lengths: {campaign.workload.name} x {campaign.workload.scale:g}. Engines: {profile.dtype}, "
+        f"Lm = {limits.max_batch_tokens} tokens, KV {limits.kv_bytes >> 20} MiB, at most "
+        f"{limits.max_batch_size} sequences, chunk {limits.chunk_tokens} tokens (chunked_prefill only; the "
+        "best of the simulation).",
+        "Objectives: "
+        + "; ".join(
+            f"{label}: TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
+            for label, slo in campaign.slos.items()
+        )
+        + ".",
+        "Profile: "
+        + ", ".join(f"{r.phase} error P50 {r.p50:.1%}, P95 {r.p95:.1%}" for r in profile.residuals)
+        + (f"; KV transfer {transfer.bandwidth_bytes_s / 1e9:.2f} GB/s" if transfer else "")
+        + ".",
+    ]
+    return "\n".join(lines)
+
+
+def _lone(campaign: Campaign) -> str:
+    rows = []
+    for name, run in campaign.lone.items():
+        good = [r for r in run.records if r.ok]
+        terms = campaign.terms.get(name)
+        rows.append(
+            [
+                name,
+                seconds(float(np.median([r.ttft_s for r in good]))),
+                seconds(float(np.median([r.tpot_s for r in good]))),
+                seconds(terms.first_token_s) if terms else "-",
+                seconds(terms.iteration_s) if terms else "-",
+                seconds(terms.per_token_s) if terms else "-",
+            ]
+        )
+    head = ["system", "TTFT", "TPOT", "fitted: first token", "fitted: step", "beside engines, per token"]
+    return table(head, rows)
+
+
+def _pairs(campaign: Campaign, label: str, slo: Slo) -> str:
+    head = ["rate"]
+    columns = []
+    for name in campaign.systems:
+        points = {p.rate_rps: p for p in pairs(campaign.runs, name, slo)}
+        head += [f"{name}: measured"]
+        columns.append([_share(points[rate].measured) for rate in campaign.rates])
+        if all(p.predicted is not None for p in points.values()):
+            head += ["simulated"]
+            columns.append([_share(points[rate].predicted or 0.0) for rate in campaign.rates])
+    rows = [[f"{rate:g}/s", *(c[i] for c in columns)] for i, rate in enumerate(campaign.rates)]
+    return f"**{label}** (TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)})\n\n" + table(head, rows)
+
+
+def _prediction(campaign: Campaign) -> str:
+    head = [
+        "system",
+        *(f"mean |error|: {label}" for label in campaign.slos),
+        "TTFT, median error per request",
+        "TPOT, median error per request",
+        "TTFT P90",
+        "TPOT P90",
+    ]
+    rows = []
+    for name in campaign.systems:
+        errors = latency_error(r for r in campaign.runs if r.system == name)
+        if errors is None:
+            continue
+        means = []
+        for slo in campaign.slos.values():
+            found = [abs(p.error) for p in pairs(campaign.runs, name, slo) if p.error is not None]
+            means.append(f"{np.mean(found):.1f} pt")
+        latencies = [f"{errors.ttft_p50:.0%}", f"{errors.tpot_p50:.0%}"]
+        rows.append([name, *means, *latencies, f"{errors.ttft_p90:+.0%}", f"{errors.tpot_p90:+.0%}"])
+    noise = [
+        f"{label}: {value:.1f} pt"
+        for label, slo in campaign.slos.items()
+        if (value := repeat_noise(campaign.runs, campaign.systems, slo)) is not None
+    ]
+    repeats = sum(r.rate_rps == campaign.middle_rate for r in campaign.runs) // len(campaign.systems)
+    text = (
+        f"Noise, the standard deviation of attainment between {repeats} runs of the same requests at "
+        f"{campaign.middle_rate:g}/s: " + "; ".join(noise) + "."
+    )
+    return table(head, rows) + "\n\n" + text
+
+
+def goodputs(campaign: Campaign, slo: Slo, target: float, predicted: bool) -> dict[str, float]:
+    """Requests/s per core of each system, measured or predicted; a peer has no prediction."""
+    out = {}
+    for name in campaign.systems:
+        points = pairs(campaign.runs, name, slo)
+        if predicted and any(p.predicted is None for p in points):
+            continue
+        curve = [(p.rate_rps, (p.predicted or 0.0) if predicted else p.measured) for p in points]
+        out[name] = goodput_rps(curve, target) / DEVICES
+    return out
+
+
+def _goodput(campaign: Campaign) -> str:
+    names = campaign.systems
+    rows = []
+    for label, slo in campaign.slos.items():
+        for target in TARGETS:
+            measured = goodputs(campaign, slo, target, predicted=False)
+            simulated = goodputs(campaign, slo, target, predicted=True)
+            cells = [
+                f"{measured[name]:.2f}" + (f" ({simulated[name]:.2f})" if name in simulated else "")
+                for name in names
+            ]
+            ours = {name: measured[name] for name in simulated}
+            rows.append([label, f"{target:.0%}", *cells, winner(ours), winner(simulated)])
+    head = ["objective", "attained", *(f"{name} (simulated)" for name in names), "best", "best simulated"]
+    note = "Between measured rates by straight lines; 0: missed at the lowest rate already."
+    return table(head, rows) + "\n\n" + note
+
+
+def _scales(campaign: Campaign) -> str:
+    rows = []
+    for name in campaign.systems:
+        runs = [r for r in campaign.runs if r.system == name and r.rate_rps == campaign.middle_rate]
+        shares = [np.mean([run.attainment(campaign.main.scaled(scale)) for run in runs]) for scale in SCALES]
+        rows.append([name, *(_share(float(s)) for s in shares)])
+    return table(["system", *(f"x{scale:g}" for scale in SCALES)], rows)
+
+
+def _stages(campaign: Campaign) -> str:
+    rows = []
+    for name in campaign.systems:
+        for rate in campaign.rates:
+            runs = [r for r in campaign.runs if r.system == name and r.rate_rps == rate]
+            means = {s: float(np.mean([run.stage_means()[s] for run in runs])) for s in STAGES}
+            total = sum(means.values())
+            if total:
+                cells = [seconds(means[s]) for s in STAGES]
+                rows.append([f"{name} {rate:g}/s", *cells, f"{means['transfer'] / total:.2%}"])
+    head = ["system", *(s.replace("_", " ") for s in STAGES), "transfer share"]
+    return table(head, rows)
+
+
+def _cpu(campaign: Campaign) -> str:
+    rows = [_cpu_row(run) for run in campaign.runs if run.repeat == 0]
+    head = [
+        "run",
+        *(f"{part} (cores)" for part in PARTS),
+        "other processes (cores)",
+        "beside engines per token",
+        "generator lag P99",
+    ]
+    return table(head, rows)
+
+
+def _cpu_row(run: Run) -> list[str]:
+    wall = run.cpu.wall
+    per_token = run.cpu.beside_engines / run.tokens if run.tokens else 0.0
+    return [
+        f"{run.system} {run.rate_rps:g}/s",
+        *(f"{run.cpu.parts[part] / wall:.2f}" for part in PARTS),
+        f"{run.cpu.others / wall:.2f}",
+        f"{1e6 * per_token:.0f} us",
+        seconds(run.lag_p99_s),
+    ]
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
