@@ -74,6 +74,8 @@ class DoubleClient:
     def __init__(self, network: Network, name: str) -> None:
         self._network, self._name = network, name
 
+    hung_calls = 0
+
     async def call(self, message: bytes, deadline_s: float) -> bytes:
         engine = self._network.engines.get(self._name)
         if engine is None or engine.dead:
@@ -110,6 +112,7 @@ class EngineDouble:
         self.model_hash = model_hash
         self.pieces_above = pieces_above
         self.pace = (0, 0, 0)  # what it tells of its prefill steps: how many, their tokens and microseconds
+        self.more: dict[str, float] = {}  # entries of its status
         self.dead = False
         self.frozen: asyncio.Event | None = None
         self.lose_replies: dict[str, int] = {}  # op -> how many of the next replies get lost
@@ -209,6 +212,7 @@ class EngineDouble:
             max_batch_size=self.max_batch_size,
             max_batch_tokens=self.max_credits // 2,
             pieces_above=self.pieces_above,
+            **self.more,
             **self._load(),
         )
 

@@ -10,7 +10,8 @@ from typing import Any
 from distserve.serving.chunk import Chunk, Final
 from distserve.serving.client_request import ClientRequest
 from distserve.serving.detokenizer import ByteDetokenizer, Detokenizer
-from distserve.serving.metrics import Kind, Metric, Metrics
+from distserve.serving.metric_families import FAMILIES, Kind
+from distserve.serving.metrics import Metric, Metrics
 from distserve.serving.orchestrator import Orchestrator
 from distserve.serving.orchestrator_config import InstanceSpec, OrchestratorConfig
 from distserve.serving.params import Parameters
@@ -55,6 +56,7 @@ class MemoryMetrics:
     def metric(
         self, name: str, description: str, kind: Kind, labels: Mapping[str, str], buckets: list[float]
     ) -> Metric:
+        assert FAMILIES[name].labels == tuple(labels)
         assert description
         assert bool(buckets) == (kind == "HISTOGRAM")
         values = self.values[(name, tuple(sorted(labels.items())))] = []

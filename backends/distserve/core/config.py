@@ -13,6 +13,7 @@ Role = Literal["prefill", "decode", "unified"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["prefill_first", "chunked_prefill"]
 Collectives = Literal["memory", "gloo"]
+LogFormat = Literal["text", "json"]
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -50,6 +51,7 @@ class EngineConfig:
     heartbeat_s: float = 1.0
     rank_timeout_s: float = 120.0  # tp x pp > 1: no answer from a rank, and the instance starts again
     collectives: Collectives | None = None  # between CPU ranks; default: memory. GPUs use NCCL
+    log_format: LogFormat = "text"
     attention_backend: str | None = None  # default: chosen by device
     transfer_host: str = "127.0.0.1"
     transfer_secret_file: str | None = None

@@ -198,7 +198,8 @@ class EngineLoop:
         batch = self._role.scheduler.schedule()
         for request in self._role.scheduler.preempted():
             self.counters.preemptions += 1
-            logger.info("request %s preempted, %d tokens to recompute", request.id, request.known)
+            state = self._ledger.by_key[request.id]
+            logger.info("preempted, %d tokens to recompute", request.known, extra={"request": state.id})
         return batch
 
     def _step(self, batch: Batch) -> None:
@@ -344,7 +345,12 @@ class EngineLoop:
     def failed(self, state: EngineRequest, error: ServingError) -> None:
         self.counters.failed += 1
         logger.warning(
-            "request %s of %s failed: %s: %s", state.id, state.owner.name, error.code, error.message
+            "request %s of %s failed: %s: %s",
+            state.id,
+            state.owner.name,
+            error.code,
+            error.message,
+            extra={"request": state.id, "code": error.code},
         )
         self._finish(state, "error", error)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distserve.core.config import EngineConfig
+from distserve.core.logs import log_to_stderr
 from distserve.core.parsing import ConfigError
 from distserve.serving.frames import CONTROL_CALL, pack_frame, read_frame
 from distserve.serving.schema import ErrorCode, ServingError, error_reply, ok_reply
@@ -36,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sock = socket.socket(fileno=fd)
     try:
         config = _receive_config(sock)
-        logging.basicConfig(
-            level=logging.INFO, format=f"%(asctime)s {config.instance} %(levelname)s %(name)s: %(message)s"
-        )
+        log_to_stderr(config.log_format, config.instance)
         # torch only now: a configuration that is refused is refused at once
         from distserve.engine.engine import Engine
 

@@ -35,11 +35,12 @@ class BlsClient:
         self._jobs: queue.SimpleQueue[tuple[bytes, asyncio.Future[bytes]] | None] = queue.SimpleQueue()
         self._threads = 0
         self._busy = 0  # calls that have not returned, those given up included
+        self._hung = 0  # of these, the ones given up
         self._closed = False
 
     @property
-    def calls_in_progress(self) -> int:
-        return self._busy
+    def hung_calls(self) -> int:
+        return self._hung
 
     async def call(self, message: bytes, deadline_s: float) -> bytes:
         if self._closed:
@@ -53,6 +54,8 @@ class BlsClient:
             return await asyncio.wait_for(reply, deadline_s)
         except asyncio.TimeoutError:
             raise ServingError("DEADLINE_EXCEEDED", f"no reply within {deadline_s:g} s") from None
+        finally:
+            self._hung += reply.cancelled()
 
     async def close(self) -> None:
         """Takes no more calls, and waits a little for those in progress: a poll ends with its heartbeat."""
@@ -86,6 +89,7 @@ class BlsClient:
     def _settle(self, reply: asyncio.Future[bytes], outcome: bytes | ServingError) -> None:
         self._busy -= 1
         if reply.done():
+            self._hung -= 1
             return
         if isinstance(outcome, ServingError):
             reply.set_exception(outcome)

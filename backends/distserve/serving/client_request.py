@@ -21,10 +21,15 @@ class ClientRequest:
     text: str | None = None
     ids: tuple[int, ...] | None = None
     timeout_s: float | None = None
+    client_id: str = ""  # the client's own word for it, for logs only
 
 
 def parse_request(
-    tensors: Mapping[str, Any], parameters: str, vocab_size: int, timeout_s: float | None = None
+    tensors: Mapping[str, Any],
+    parameters: str,
+    vocab_size: int,
+    timeout_s: float | None = None,
+    client_id: str = "",
 ) -> ClientRequest:
     """Read a request.
 
@@ -33,6 +38,7 @@ def parse_request(
         parameters: Triton's request parameters, a JSON object as text.
         vocab_size: token ids must be below it.
         timeout_s: the client's own, from its arrival.
+        client_id: what the client calls the request.
 
     Raises:
         ServingError: INVALID_ARGUMENT, naming the field, its value and what is allowed.
@@ -46,8 +52,8 @@ def parse_request(
         raise ServingError("INVALID_ARGUMENT", f"text_input or input_ids: {both}; exactly one is needed")
     params = parse_parameters(merged, vocab_size)
     if text is not None:
-        return ClientRequest(params, text=_text(text), timeout_s=timeout_s)
-    return ClientRequest(params, ids=_ids(ids, vocab_size), timeout_s=timeout_s)
+        return ClientRequest(params, text=_text(text), timeout_s=timeout_s, client_id=client_id)
+    return ClientRequest(params, ids=_ids(ids, vocab_size), timeout_s=timeout_s, client_id=client_id)
 
 
 def _json_object(field: str, text: object) -> Mapping[str, Any]:

@@ -62,6 +62,7 @@ async def _status(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[s
         "queued": len(router),
         "queued_tokens": router.waiting_tokens,
         "handoffs": router.handoffs,
+        "attainment": dict(orchestrator.accounts.attainment.summary(orchestrator.now())),
         "max_prompt": limits.max_prompt if limits else None,
         "max_total": limits.max_total if limits else None,
         "instances": fleet.describe(),

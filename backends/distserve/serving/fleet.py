@@ -144,6 +144,10 @@ class Fleet:
         """One entry per instance, for the `status` operation."""
         return [self._describe(link) for link in self]
 
+    def stats(self) -> list[dict[str, Any]]:
+        """The same with all that instances tell of themselves, for metrics."""
+        return [{**link.stats, **self._describe(link)} for link in self]
+
     def _describe(self, link: InstanceLink) -> dict[str, Any]:
         reason = link.reason
         if link.up and not self._same_model(link):
@@ -165,6 +169,8 @@ class Fleet:
             "restarts": link.restarts,
             "requests": len(link.targets),
             "leases_held": len(link.leases),
+            "hung_calls": link.hung_calls,
+            "errors": dict(link.errors),
             **{key: link.load.reported.get(key) for key in LOAD_KEYS},  # null: not told since its start
         }
 

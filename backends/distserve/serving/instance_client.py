@@ -10,6 +10,10 @@ from distserve.serving.orchestrator_config import InstanceSpec
 class InstanceClient(Protocol):
     """A way to one instance: BLS in this server, gRPC to another one, or memory in tests."""
 
+    @property
+    def hung_calls(self) -> int:
+        """Calls that were given up and have not returned: they hold a thread each."""
+
     async def call(self, message: bytes, deadline_s: float) -> bytes:
         """One call of the instance protocol, encoded both ways; calls may overlap.
 

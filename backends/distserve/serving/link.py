@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from distserve.serving.instance_client import InstanceClient
@@ -62,6 +64,8 @@ class InstanceLink:
         self.targets: dict[str, Target] = {}
         self.leases: set[str] = set()  # ids whose KV waits at this instance
         self.restarts = 0
+        self.errors: Counter[str] = Counter()  # that the instance gave, or that came of its loss, by code
+        self.stats: Mapping[str, Any] = {}  # its last status
         self._client, self._config, self._on_change = client, config, on_change
         self._identity = {"owner": owner, "epoch": epoch}
         self._seq = 0
@@ -88,8 +92,13 @@ class InstanceLink:
         above = self.status.pieces_above if self.status is not None else None
         return above is not None and prompt_tokens > above
 
+    @property
+    def hung_calls(self) -> int:
+        return self._client.hung_calls
+
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._outbox.run())]
+        coroutines = (self._run(), self._outbox.run(), self._ask_for_stats())
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
 
     async def stop(self) -> None:
         """Ends the tasks and closes the client. Requests that are still here are lost without notice."""
@@ -168,6 +177,16 @@ class InstanceLink:
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
 
+    async def _ask_for_stats(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.stats_s)
+            if not self.up:
+                continue
+            with contextlib.suppress(ServingError):  # whether it is alive is the poll loop's business
+                reply = await self.call("status", self._config.call_timeout_s)
+                if self.status is not None and reply.get("epoch") == self.status.epoch:
+                    self.stats = reply
+
     async def _connect(self) -> None:
         reply = await self.call("status", self._config.call_timeout_s)
         try:
@@ -180,11 +199,13 @@ class InstanceLink:
             )
         if self.status is not None and self.status.epoch != status.epoch:
             self._restarted(ServingError("UNAVAILABLE", f"{self.name}: engine has restarted"))
-        self.status = status
+        self.status, self.stats = status, reply
         self.load.report(reply)
         if self._orphans:
             await self.call("cancel", self._config.call_timeout_s, ids=sorted(self._orphans))
             self._orphans.clear()
+        if self.phase == "down":
+            _LOG.info("%s: up again", self.name)
         self.phase, self.reason = "up", ""
         self._on_change(self)
 
@@ -224,6 +245,8 @@ class InstanceLink:
             target = self.targets.get(request_id)
             if target is not None:
                 touched[request_id] = target
+                if event.get("error"):
+                    self.errors[ServingError.from_wire(event["error"]).code] += 1
                 target.on_event(self, event)
             elif event["type"] in ("token", "started"):
                 self._outbox.cancel(request_id)  # an earlier cancel was lost
@@ -239,6 +262,8 @@ class InstanceLink:
         self._lose_all(error)
 
     def _set_down(self, error: ServingError) -> None:
+        if self.phase == "up":
+            _LOG.warning("%s: down: %s", self.name, error.message, extra={"code": error.code})
         self.phase, self.reason = "down", error.message
         self._orphans.update(self.targets)
         self._lose_all(error)
@@ -250,6 +275,7 @@ class InstanceLink:
         self._work.clear()
         self._outbox.clear()
         self.load = Load(pace=self.load.pace)  # the hardware is the same
+        self.errors[error.code] += len(lost)
         for target in lost.values():
             target.on_lost(self, error)
 
@@ -257,4 +283,5 @@ class InstanceLink:
         target = self.targets.pop(request_id, None)
         if target is not None:
             self.work_done(request_id)
+            self.errors[error.code] += 1
             target.on_refused(self, error)

@@ -7,41 +7,61 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from distserve.serving.fleet import Fleet
+from distserve.serving.metric_families import FAMILIES, Kind
 from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Outcome, Session
 
 _LOG = logging.getLogger(__name__)
-Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 _Key = tuple[str, tuple[tuple[str, str], ...]]  # name and labels
 
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
 _HISTOGRAMS: Mapping[str, tuple[str, str]] = {
-    # key of StageTimes.summary: metric name, description
-    "ttft_s": ("distserve_ttft_seconds", "Arrival to first token"),
-    "tpot_s": ("distserve_tpot_seconds", "Mean time per output token after the first"),
-    "e2e_s": ("distserve_e2e_seconds", "Arrival to last token"),
-    "prefill_queue_s": ("distserve_prefill_queue_seconds", "Stage: waiting for prefill"),
-    "prefill_s": ("distserve_prefill_seconds", "Stage: prefill"),
-    "decode_queue_s": ("distserve_decode_queue_seconds", "Stage: waiting for admission to decode"),
-    "transfer_s": ("distserve_transfer_seconds", "Stage: KV transfer"),
-    "decode_s": ("distserve_decode_seconds", "Stage: decode"),
+    # key of StageTimes.summary: metric, and which of the request's instances it is told apart by
+    "ttft_s": ("distserve_ttft_seconds", "prefill"),
+    "tpot_s": ("distserve_tpot_seconds", "decode"),
+    "e2e_s": ("distserve_e2e_seconds", ""),
+    "prefill_queue_s": ("distserve_prefill_queue_seconds", "prefill"),
+    "prefill_s": ("distserve_prefill_seconds", "prefill"),
+    "decode_queue_s": ("distserve_decode_queue_seconds", "decode"),
+    "transfer_s": ("distserve_transfer_seconds", "decode"),
+    "decode_s": ("distserve_decode_seconds", "decode"),
 }
-_INSTANCE_GAUGES: Mapping[str, tuple[str, str]] = {
-    # key of Fleet.describe: metric name, description
-    "usable": ("distserve_instance_usable", "1: up and taking requests"),
-    "blocks_total": ("distserve_kv_blocks", "KV blocks in the pool"),
-    "blocks_free": ("distserve_kv_blocks_free", "KV blocks free"),
-    "queued": ("distserve_instance_queued", "Requests queued at the instance"),
-    "queued_tokens": ("distserve_instance_queued_tokens", "Tokens of prefill work queued at the instance"),
-    "running": ("distserve_instance_running", "Requests running at the instance"),
-    "leases": ("distserve_leases", "KV leases held for decode"),
-    "transfers_pending": ("distserve_transfers_pending", "KV transfers in progress"),
-    "preemptions": ("distserve_preemptions", "Preemptions since the engine's start"),
-    "restarts": ("distserve_engine_restarts", "Engine restarts seen by this orchestrator"),
+_INSTANCE_GAUGES: Mapping[str, str] = {
+    # key of Fleet.describe: metric
+    "usable": "distserve_instance_usable",
+    "blocks_total": "distserve_kv_blocks",
+    "blocks_free": "distserve_kv_blocks_free",
+    "queued": "distserve_instance_queued",
+    "queued_tokens": "distserve_instance_queued_tokens",
+    "running": "distserve_instance_running",
+    "leases": "distserve_leases",
+    "transfers_pending": "distserve_transfers_pending",
+    "hung_calls": "distserve_hung_calls",
+    "rss_bytes": "distserve_engine_resident_bytes",
+    "step_age_s": "distserve_engine_step_age_seconds",
+}
+_ENGINE_TOTALS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    # key of Fleet.describe, counted since the engine's start: metric and labels beside the instance's
+    "preemptions": ("distserve_preemptions_total", {}),
+    "steps": ("distserve_engine_steps_total", {}),
+    "busy_s": ("distserve_engine_busy_seconds_total", {}),
+    "prompt_tokens": ("distserve_engine_prompt_tokens_total", {}),
+    "output_tokens": ("distserve_engine_output_tokens_total", {}),
+    "transfers": ("distserve_transfers_total", {"outcome": "ok"}),
+    "transfers_failed": ("distserve_transfers_total", {"outcome": "failed"}),
+    "transfers_refused": ("distserve_transfers_total", {"outcome": "refused"}),
+    "transfers_cancelled": ("distserve_transfers_total", {"outcome": "cancelled"}),
+    "transfer_bytes": ("distserve_transfer_bytes_total", {}),
+    "transfer_wait_s": ("distserve_transfer_seconds_total", {"part": "wait"}),
+    "transfer_wire_s": ("distserve_transfer_seconds_total", {"part": "wire"}),
+    "leases_confirmed": ("distserve_leases_ended_total", {"outcome": "confirmed"}),
+    "leases_failed": ("distserve_leases_ended_total", {"outcome": "failed"}),
+    "leases_expired": ("distserve_leases_ended_total", {"outcome": "expired"}),
+    "leases_released": ("distserve_leases_ended_total", {"outcome": "released"}),
 }
 
 
@@ -72,6 +92,7 @@ class Metrics:
         self._backend = backend
         self._known: dict[_Key, Metric] = {}
         self._shown: dict[_Key, float] = {}
+        self._totals: dict[_Key, tuple[object, float]] = {}  # of what period, and how much
         self._updates: deque[Callable[[], None]] = deque(maxlen=max_pending)
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -84,61 +105,90 @@ class Metrics:
 
     def refused(self, error: ServingError) -> None:
         """A request was not admitted."""
-        self._count("distserve_requests_total", _REQUESTS, {"outcome": "refused", "code": error.code})
+        self._count("distserve_requests_total", {"outcome": "refused", "code": error.code})
 
-    def recovered(self) -> None:
+    def recovered(self, error: ServingError) -> None:
         """A request is continued on another instance."""
-        self._count("distserve_recoveries_total", "Continuations after the loss of an instance", {})
+        self._count("distserve_recoveries_total", {"code": error.code})
 
     def ended(
         self, outcome: Outcome, error: ServingError | None, times: Mapping[str, float], session: Session
     ) -> None:
         """An admitted request has got its final response."""
         code = error.code if error is not None else "OK"
-        self._count("distserve_requests_total", _REQUESTS, {"outcome": outcome, "code": code})
-        self._count("distserve_prompt_tokens_total", "Prompt tokens", {}, len(session.prompt))
-        self._count("distserve_output_tokens_total", "Output tokens", {}, len(session.output))
+        self._count("distserve_requests_total", {"outcome": outcome, "code": code})
+        self._count("distserve_prompt_tokens_total", {}, len(session.prompt))
+        self._count("distserve_output_tokens_total", {}, len(session.output))
         if error is not None:
             return
-        for key, (name, description) in _HISTOGRAMS.items():
+        prefill = session.instances.get("prefill", "")
+        instances = {"prefill": prefill, "decode": session.instances.get("decode", prefill)}
+        for key, (name, role) in _HISTOGRAMS.items():
             if key == "tpot_s" and len(session.output) < 2:
                 continue
-            self._later(name, description, "HISTOGRAM", {}, "observe", times[key])
+            self._later(name, {"instance": instances[role]} if role else {}, "observe", times[key])
 
-    def state(self, fleet: Fleet, router: Router, requests: int) -> None:
-        """Gauges of now."""
-        gauges = {
-            "distserve_ready": ("1: a request would find the instances it needs", float(fleet.ready)),
-            "distserve_requests": ("Requests between arrival and final response", float(requests)),
-            "distserve_queue_depth": ("Requests waiting for a prefill instance", float(len(router))),
-            "distserve_handoffs": ("Requests waiting for a decode instance", float(router.handoffs)),
-        }
-        for name, (description, value) in gauges.items():
-            self._show(name, description, {}, value)
-        for entry in fleet.describe():
-            labels = {"instance": str(entry["instance"]), "role": str(entry["role"])}
-            for key, (name, description) in _INSTANCE_GAUGES.items():
-                if entry.get(key) is not None:
-                    self._show(name, description, labels, float(entry[key]))
+    def objectives(self, ttft: bool, tpot: bool) -> None:
+        """A request with objectives is over, and has met them or not."""
+        for name, met in (("ttft", ttft), ("tpot", tpot), ("both", ttft and tpot)):
+            self._count("distserve_slo_requests_total", {"objective": name, "met": str(met).lower()})
 
-    def _show(self, name: str, description: str, labels: Mapping[str, str], value: float) -> None:
+    def state(self, fleet: Fleet, router: Router, requests: int, attainment: Mapping[str, float]) -> None:
+        """What is so now. `attainment`: `Attainment.summary`."""
+        self._show("distserve_ready", {}, float(fleet.ready))
+        self._show("distserve_requests", {}, float(requests))
+        self._show("distserve_queue_depth", {}, float(len(router)))
+        self._show("distserve_queue_tokens", {}, float(router.waiting_tokens))
+        self._show("distserve_handoffs", {}, float(router.handoffs))
+        self._show("distserve_slo_window_requests", {}, attainment["requests"])
+        for objective in ("ttft", "tpot", "both"):
+            self._show("distserve_slo_attainment", {"objective": objective}, attainment[objective])
+        for entry in fleet.stats():
+            self._show_instance(entry)
+
+    def dropped(self, lines: int) -> None:
+        """Of the request log, since the start."""
+        self._total("distserve_request_log_dropped_total", {}, "", lines)
+
+    def _show_instance(self, entry: Mapping[str, Any]) -> None:
+        labels = {"instance": str(entry["instance"]), "role": str(entry["role"])}
+        for key, name in _INSTANCE_GAUGES.items():
+            if entry.get(key) is not None:
+                self._show(name, labels, float(entry[key]))
+        self._total("distserve_engine_restarts_total", labels, "", entry["restarts"])
+        for code, count in entry["errors"].items():
+            self._total("distserve_instance_errors_total", {**labels, "code": code}, "", count)
+        for key, (name, more) in _ENGINE_TOTALS.items():
+            if entry.get(key) is not None:
+                self._total(name, {**labels, **more}, entry["epoch"], float(entry[key]))
+
+    def _show(self, name: str, labels: Mapping[str, str], value: float) -> None:
         key = (name, tuple(sorted(labels.items())))
         if self._shown.get(key) != value:
             self._shown[key] = value
-            self._later(name, description, "GAUGE", labels, "set", value)
+            self._later(name, labels, "set", value)
 
-    def _count(self, name: str, description: str, labels: Mapping[str, str], value: float = 1.0) -> None:
-        self._later(name, description, "COUNTER", labels, "increment", value)
+    def _total(self, name: str, labels: Mapping[str, str], period: object, value: float) -> None:
+        """A counter that somebody else keeps, from zero in each `period` (an engine's life)."""
+        key = (name, tuple(sorted(labels.items())))
+        known_period, known = self._totals.get(key, (period, 0.0))
+        more = value - (known if known_period == period else 0.0)
+        if more > 0 or key not in self._totals:
+            self._totals[key] = period, value
+            self._count(name, labels, max(more, 0.0))
 
-    def _later(
-        self, name: str, description: str, kind: Kind, labels: Mapping[str, str], method: str, value: float
-    ) -> None:
+    def _count(self, name: str, labels: Mapping[str, str], value: float = 1.0) -> None:
+        self._later(name, labels, "increment", value)
+
+    def _later(self, name: str, labels: Mapping[str, str], method: str, value: float) -> None:
         def update() -> None:
             key = (name, tuple(sorted(labels.items())))
             metric = self._known.get(key)
             if metric is None:
-                buckets = _SECONDS if kind == "HISTOGRAM" else []
-                metric = self._known[key] = self._backend.metric(name, description, kind, labels, buckets)
+                family = FAMILIES[name]
+                buckets = _SECONDS if family.kind == "HISTOGRAM" else []
+                metric = self._backend.metric(name, family.description, family.kind, labels, buckets)
+                self._known[key] = metric
             call: Any = getattr(metric, method)
             call(value)
 
@@ -155,6 +205,3 @@ class Metrics:
                     self._updates.popleft()()
                 except Exception:  # of the back end: metrics must not end because one of them fails
                     _LOG.exception("metric update failed")
-
-
-_REQUESTS = "Requests by outcome and error code"

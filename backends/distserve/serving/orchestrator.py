@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from distserve.serving.attainment import Attainment, Objectives
+from distserve.serving.accounts import Accounts
 from distserve.serving.chunk import Sink
 from distserve.serving.client_request import ClientRequest
 from distserve.serving.fleet import Alone, Fleet, Limits
@@ -23,7 +23,8 @@ from distserve.serving.instance_client import Connector
 from distserve.serving.link import InstanceLink
 from distserve.serving.metrics import Metrics
 from distserve.serving.orchestrator_config import InstanceSpec, OrchestratorConfig
-from distserve.serving.params import Parameters, invalid
+from distserve.serving.params import invalid
+from distserve.serving.request_log import RequestLog
 from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Outcome, Session
@@ -44,6 +45,7 @@ class Orchestrator:
         connect: makes an instance's client.
         metrics: told of every end and, once per tick, of the state.
         owner: this orchestrator's name at the instances; the same after a restart.
+        request_log: told of every end.
         clock: monotonic seconds.
     """
 
@@ -54,6 +56,7 @@ class Orchestrator:
         connect: Connector,
         metrics: Metrics,
         owner: str,
+        request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -66,8 +69,7 @@ class Orchestrator:
             config.unavailable_after_s,
             config.ordering(),
         )
-        self.attainment = Attainment(config.slo_window_s)
-        self._objectives = Objectives(config.slo_ttft_s, config.slo_tpot_s)
+        self.accounts = Accounts(config, metrics, request_log)
         self._forecaster = Forecaster(self.fleet, self.router)
         self.sessions: dict[int, Session] = {}
         self.epoch = time.time_ns()  # new at every start
@@ -132,10 +134,11 @@ class Orchestrator:
     ) -> Session | None:
         """Admit a request. Its sink gets the answer, or the refusal (then None is returned)."""
         self._entering += 1
+        arrived_s = self._clock() if arrival_s is None else arrival_s
         try:
-            return await self._admit(request, sink, self._clock() if arrival_s is None else arrival_s)
+            return await self._admit(request, sink, arrived_s)
         except ServingError as error:
-            self.refused(request.params, error)
+            self.accounts.refused(request, error, arrived_s, self.now())
             sink.fail(error)
             return None
         finally:
@@ -162,7 +165,7 @@ class Orchestrator:
         self.router.check_room(len(prompt))
         params, most_s = request.params, self.config.request_timeout_s
         timeout_s = min(request.timeout_s or most_s, params.deadline or most_s, most_s)
-        objectives = self._objectives_of(params)
+        objectives = self.accounts.objectives_of(params)
         self._numbers += 1
         session = Session(
             self,
@@ -177,6 +180,7 @@ class Orchestrator:
             deadline_s=arrival_s + timeout_s,
             due_s=arrival_s + (math.inf if objectives.ttft_s is None else objectives.ttft_s),
             id_prefix=f"{self.epoch:x}-",
+            client_id=request.client_id,
         )
         limit_s = objectives.ttft_s if self.config.refuse_late else params.ttft_slo
         self._forecaster.check(session, limit_s, self.now())
@@ -187,15 +191,6 @@ class Orchestrator:
             del self.sessions[session.number]
             raise
         return session
-
-    def refused(self, params: Parameters, error: ServingError) -> None:
-        """Count a request that was not admitted."""
-        self._metrics.refused(error)
-        if error.code != "INVALID_ARGUMENT" and self._objectives_of(params).any:
-            self.attainment.note(self.now(), False, False)
-
-    def _objectives_of(self, params: Parameters) -> Objectives:
-        return Objectives(params.ttft_slo, params.tpot_slo).or_else(self._objectives)
 
     def cancel(self, session: Session) -> None:
         """The client has gone: stop the work in whichever stage it is."""
@@ -263,7 +258,7 @@ class Orchestrator:
                 ServingError("UNAVAILABLE", f"no instance can continue the request: {error.message}")
             )
         else:
-            self._metrics.recovered()
+            self.accounts.recovered(session, error)
             self.router.requeue(session, self.now())
             self._changed_soon()
 
@@ -279,16 +274,10 @@ class Orchestrator:
     def ended(self, session: Session, outcome: Outcome, error: ServingError | None) -> None:
         self.sessions.pop(session.number, None)
         self.router.remove(session)
-        times, tokens, now = session.times.summary(len(session.output)), len(session.output), self.now()
-        self._metrics.ended(outcome, error, times, session)
-        objectives = self._objectives_of(session.params)
-        if outcome != "cancelled" and objectives.any:
-            met = (
-                objectives.met(times["ttft_s"], times["tpot_s"], tokens) if error is None else (False, False)
-            )
-            self.attainment.note(now, *met)
+        now, tokens = self.now(), len(session.output)
+        self.accounts.ended(session, outcome, error, now)
         if error is None and tokens > 1:
-            self._forecaster.ended(now, times["tpot_s"])
+            self._forecaster.ended(now, session.times.summary(tokens)["tpot_s"])
         self._changed_soon()
 
     # changes and time
@@ -315,7 +304,9 @@ class Orchestrator:
                 for link in self.fleet:
                     link.renew_leases()
             self.router.dispatch(now)
-            self._metrics.state(self.fleet, self.router, len(self.sessions))
+            self.accounts.tick(now)
+            attainment = self.accounts.attainment.summary(now)
+            self._metrics.state(self.fleet, self.router, len(self.sessions), attainment)
 
     def _check_deadlines(self, session: Session, now: float) -> None:
         if now >= session.deadline_s:

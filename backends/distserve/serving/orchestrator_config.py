@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from distserve.core.config import Role
+from distserve.core.config import LogFormat, Role
 from distserve.core.order import Order, Ordering
 from distserve.core.parsing import ConfigError, nearest, parse
 
@@ -65,11 +65,23 @@ class OrchestratorConfig:
     prefill_may_decode: bool = False  # while no decode instance is up, prefill instances serve requests whole
     decode_may_prefill: bool = True  # and the other way round; off: the orchestrator is not ready then
     drain_s: float = 30.0  # on unload: how long running requests may go on
+    stats_s: float = 2.0  # how often instances are asked for the figures that metrics show of them
+    log_format: LogFormat = "text"
+    request_log: str | None = None  # a file that gets a line per request (request_log/1); ~ is expanded
+    request_log_bytes: int = 64 << 20  # then the file is put aside as <file>.1, .2, ...
+    request_log_files: int = 4
     lanes: int = 4  # threads that send responses
     cancel_check_s: float = 0.05
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_queue_tokens", "max_text_bytes", "lanes"):
+        for name in (
+            "max_queue",
+            "max_queue_tokens",
+            "max_text_bytes",
+            "lanes",
+            "request_log_bytes",
+            "request_log_files",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.max_recoveries < 0:
@@ -84,6 +96,7 @@ class OrchestratorConfig:
             "lease_renew_s",
             "cancel_check_s",
             "slo_window_s",
+            "stats_s",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")

@@ -57,8 +57,11 @@ class Session:
         deadline_s: float,
         due_s: float,
         id_prefix: str,
+        client_id: str = "",
     ) -> None:
         self.number = number  # in order of arrival
+        self.id = f"{id_prefix}{number}"
+        self.client_id = client_id
         self.prompt = list(prompt)
         self.output: list[int] = []
         self.max_tokens = max_tokens
@@ -72,7 +75,7 @@ class Session:
         self.times = StageTimes(arrival_s)
         self.instances: dict[str, str] = {}  # role -> instance of the last attempt
         self.link: InstanceLink | None = None
-        self._host, self._sink, self._id_prefix = host, sink, id_prefix
+        self._host, self._sink = host, sink
         self._sampling = params.to_wire(seed)
         self._wants_logprobs = params.wanted_logprobs is not None
         self._text = OutputText(codec, params, prompt)
@@ -111,7 +114,7 @@ class Session:
     def start_prefill(self, link: InstanceLink, to_end: bool = False) -> None:
         """Submit to an instance that computes the prompt; ``to_end``: and the output, whatever its role."""
         self._attempt += 1
-        self._wire_id = f"{self._id_prefix}{self.number}.{self._attempt}"
+        self._wire_id = f"{self.id}.{self._attempt}"
         self._started = False
         self.state, self.link = "prefilling", link
         self.last_sign_s = self._host.now()

@@ -32,10 +32,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Starts the engine; raises with the engine's own reason if it can't serve."""
-        log_to_triton(args["model_instance_name"])
         parameters = json.loads(args["model_config"]).get("parameters")
         text = model_parameter(parameters, MODEL_PARAMETER)
         config = EngineConfig.load(json.loads(text), MODEL_PARAMETER)
+        log_to_triton(args["model_instance_name"], config.log_format)
         self._supervisor = Supervisor(text)
         try:
             self._supervisor.start()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import triton_python_backend_utils as pb_utils
+
+from distserve.core.config import LogFormat
+from distserve.core.logs import formatter
 
 
 class TritonLogHandler(logging.Handler):
@@ -30,9 +34,17 @@ class TritonLogHandler(logging.Handler):
             self.handleError(record)
 
 
-def log_to_triton(instance: str, level: int = logging.INFO) -> None:
-    """Send what `distserve` logs to the server's log, with the model instance's name in front."""
+def log_to_triton(instance: str, log_format: LogFormat = "text", level: int = logging.INFO) -> None:
+    """Send what `distserve` logs to the server's log, with the model instance's name.
+
+    JSON goes to the same place, the server's stderr, but past Triton's logger, which would put a prefix in
+    front of every line.
+    """
+    handler: logging.Handler = TritonLogHandler(instance)
+    if log_format == "json":
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(formatter(log_format, instance))
     logger = logging.getLogger("distserve")
-    logger.handlers = [TritonLogHandler(instance)]
+    logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False

@@ -7,7 +7,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from distserve.serving.metrics import Kind, Metric
+from distserve.serving.metric_families import Kind
+from distserve.serving.metrics import Metric
 
 
 class TritonMetricBackend:

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from distserve.serving.orchestrator_config import (
     OrchestratorConfig,
     model_parameter,
 )
+from distserve.serving.request_log import RequestLog
 from distserve.serving.responses import ResponseBuilder
 from distserve.serving.schema import ServingError
 from distserve.serving.text_codec import TextCodec, load_codec
@@ -47,6 +49,7 @@ _SWITCH_INTERVAL_S = (
     0.001  # the event loop shares the GIL with the lanes; the default of 5 ms is felt per token
 )
 _START_S = 30.0
+MAX_CLIENT_ID_CHARS = 256
 _WATCH_SHARE = 4.0  # pause per time spent asking: the watch takes at most a fifth of a core
 
 
@@ -54,10 +57,10 @@ class TritonPythonModel:
     """See module."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        log_to_triton(args["model_instance_name"])
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         parameters = json.loads(args["model_config"]).get("parameters")
-        self._config = OrchestratorConfig.load(model_parameter(parameters, MODEL_PARAMETER))
+        self._config = config = OrchestratorConfig.load(model_parameter(parameters, MODEL_PARAMETER))
+        log_to_triton(args["model_instance_name"], config.log_format)
         self._codec: TextCodec = load_codec(resolve_model(self._config.model))
         # the same after a restart, different for every orchestrator that an instance may meet
         self._owner = f"{socket.gethostname()}:{args['model_repository']}:{args['model_instance_name']}"[
@@ -65,6 +68,13 @@ class TritonPythonModel:
         ]
         self._lanes = Lanes(self._config.lanes)
         self._metrics = Metrics(TritonMetricBackend())
+        self._request_log = (
+            RequestLog(
+                Path(config.request_log).expanduser(), config.request_log_bytes, config.request_log_files
+            )
+            if config.request_log is not None
+            else None
+        )
         self._streams: set[ClientStream] = set()  # without a final response
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._run_loop, name="orchestrator", daemon=True)
@@ -95,6 +105,8 @@ class TritonPythonModel:
         self._watcher.join(2.0)
         self._lanes.close(2.0)
         self._metrics.close()
+        if self._request_log is not None:
+            self._request_log.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop_thread.join(2.0)
         gc.collect()
@@ -104,7 +116,9 @@ class TritonPythonModel:
         self._loop.run_forever()
 
     async def _start(self) -> Orchestrator:
-        orchestrator = Orchestrator(self._config, self._codec, _connect, self._metrics, self._owner)
+        orchestrator = Orchestrator(
+            self._config, self._codec, _connect, self._metrics, self._owner, self._request_log
+        )
         await orchestrator.start()
         return orchestrator
 
@@ -128,6 +142,7 @@ class TritonPythonModel:
                 request.parameters(),
                 self._codec.vocab_size,
                 timeout_us / 1e6 if timeout_us > 0 else None,
+                str(request.request_id())[:MAX_CLIENT_ID_CHARS],
             )
             stream.build = self._builder(parsed, frozenset(request.requested_output_names())).build
         except ServingError as error:

@@ -22,6 +22,7 @@ from typing import Any
 import msgpack
 
 from distserve.core.config import EngineConfig
+from distserve.core.logs import log_to_stderr
 from distserve.core.model_config import ModelConfig, resolve_model
 from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
@@ -61,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(steps: Link, start: dict[str, Any]) -> None:
     config, rank = EngineConfig.load(json.loads(start["config"])), int(start["rank"])
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {config.instance}/{rank} %(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr(config.log_format, f"{config.instance}/{rank}")
     from distserve.transfer.agent import RankAgent
     from distserve.worker.device import bind_device, parse_device
     from distserve.worker.runner import ModelRunner

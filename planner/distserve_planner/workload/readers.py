@@ -4,8 +4,9 @@
 * CSV `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure LLM inference traces)
 * JSON lines `timestamp` (ms), `input_length`, `output_length` (Mooncake)
 * JSON lines with a first line `{"schema": "request_log/1", ...}`, then `arrived_at_s`, `input_tokens`,
-  `output_tokens` in every line (this project's request log). Requests whose `outcome` is "failed" are left
-  out: how long their answers would have been is not known
+  `output_tokens` in every line (this project's request log). A server writes a line when a request ends, so
+  they are put in order of arrival. Requests whose `outcome` is "failed" are left out: how long their answers
+  would have been is not known
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def read_trace(path: str | Path, *, sort: bool = False, drop_invalid: bool = Fal
     timed, rows = (
         _json_rows(lines, str(path)) if first.lstrip().startswith("{") else _csv_rows(lines, str(path))
     )
+    sort = sort or REQUEST_LOG_SCHEMA in first
     if drop_invalid:
         rows = [r for r in rows if r.input_tokens >= 1 and r.output_tokens >= 1 and r.arrival >= 0]
     if sort:
