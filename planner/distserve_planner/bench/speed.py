@@ -62,7 +62,7 @@ def exhaustive_engine(problem: Problem) -> Timing:
                 high = rate
     spent = time.process_time() - began
     return Timing(
-        "engine's schedulers",
+        "exhaustive, engine's schedulers",
         spent,
         f"{1e6 * spent / simulated:.0f} us a request; best {best[1]} {best[0]:.3g}",
     )
@@ -81,7 +81,23 @@ def exhaustive_rules(problem: Problem) -> Timing:
     spent = time.process_time() - began
     steps = 5 * len(configs) * SETTINGS.requests
     return Timing(
-        "authors' rules", spent, f"{1e6 * spent / steps:.0f} us a request; best {best[1]} {best[0]:.3g}"
+        "exhaustive, authors' rules",
+        spent,
+        f"{1e6 * spent / steps:.0f} us a request; best {best[1]} {best[0]:.3g}",
+    )
+
+
+def bounded_engine(problem: Problem) -> Timing:
+    """The same placements as `planner search` goes through them: bounds, and as many requests as it takes."""
+    began = time.process_time()
+    result = search(replace(problem, slo=replace(problem.slo, separate=False)), Objective("per-device"), 1)
+    spent = time.process_time() - began
+    s = result.statistics
+    return Timing(
+        "planner search, both objectives met together",
+        spent,
+        f"{s.tried} of {s.candidates} simulated, up to {problem.long_precision.max_requests} requests; "
+        f"best {result.winner.deployment} {result.winner.score:.3g}",
     )
 
 

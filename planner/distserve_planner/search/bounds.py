@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import inf
 
 from distserve_planner.search.problem import Problem
-from distserve_planner.simulator.rounds import DecodeRounds
 from distserve_planner.simulator.spec import InstanceSpec, SystemSpec
 
 # A tenth of the requests may miss TPOT, so the mean round may be longer than the objective.
@@ -31,7 +30,7 @@ def decode_ceiling(problem: Problem, spec: InstanceSpec) -> float:
         return inf
     context = requests.mean_input + requests.mean_output / 2
     most = int(min(spec.limits.max_batch_size, max(1.0, spec.kv_tokens / context)))
-    rounds = DecodeRounds(spec.latency)
+    rounds = spec.rounds
     rounds.grow(most)
 
     def round_s(batch: int) -> float:

@@ -9,7 +9,6 @@ from distserve.core.blocks import CountingBlocks
 from distserve.core.decode_scheduler import DecodeScheduler
 from distserve_planner.simulator.clock import Clock
 from distserve_planner.simulator.records import Records, Tracked
-from distserve_planner.simulator.rounds import DecodeRounds
 from distserve_planner.simulator.spec import InstanceSpec
 
 
@@ -45,7 +44,7 @@ class DecodeInstance:
         self._span = (0.0, 0, 0, 0)  # start, batch, context, rounds
         self._plan = 0  # counts planned ends of spans; only the latest is valid
         self._latency = spec.latency
-        self._rounds = DecodeRounds(spec.latency)
+        self._rounds = spec.rounds
         self._clock = clock
         self._records = records
         self._pull = pull

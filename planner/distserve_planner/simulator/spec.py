@@ -9,6 +9,7 @@ from distserve.core.config import Policy
 from distserve.core.parsing import ConfigError
 from distserve.core.scheduler import Limits
 from distserve_planner.instance_latency import InstanceLatency
+from distserve_planner.simulator.rounds import DecodeRounds
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,10 @@ class InstanceSpec:
     num_blocks: int
     limits: Limits
     block_size: int = 16
+    rounds: DecodeRounds = field(init=False, repr=False, compare=False)  # tabulated once for all simulations
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rounds", DecodeRounds(self.latency))
         if self.num_blocks < 1:
             raise ConfigError(f"num_blocks={self.num_blocks}: an instance needs at least 1 block of KV")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
 from distserve_planner.simulator.clock import Clock
 from distserve_planner.simulator.decode import DecodeInstance
@@ -79,15 +80,17 @@ class Simulation:
         self._stop = len(self._arrival) if count is None else count
         self._open = self._stop - sum(self._ended[: self._stop])
         clock = self.clock
-        heap = clock.heap
+        heap, step = clock.heap, clock.step
         arrival = self._arrival
         total = len(arrival)
+        arrives = arrival[self._next] if self._next < total else inf
         while self._open:
-            if heap and (self._next == total or heap[0][0] <= arrival[self._next]):
-                clock.step()
-            elif self._next < total:
-                clock.now = arrival[self._next]
+            if heap and heap[0][0] <= arrives:
+                step()
+            elif arrives < inf:
+                clock.now = arrives
                 self._arrive(self._next)
+                arrives = arrival[self._next] if self._next < total else inf
             else:
                 raise RuntimeError(f"the simulation stalled at {clock.now} s with {self._open} requests open")
 

@@ -11,7 +11,6 @@ from distserve.core.config import Policy
 from distserve.core.unified_scheduler import UnifiedScheduler
 from distserve_planner.simulator.clock import Clock
 from distserve_planner.simulator.records import Records, Tracked
-from distserve_planner.simulator.rounds import DecodeRounds
 from distserve_planner.simulator.spec import InstanceSpec
 
 PIPELINED_BATCHES = 4  # prompt batches per stage that follow each other before decoding goes on
@@ -52,7 +51,7 @@ class UnifiedInstance:
         self._span = (0.0, 0, 0, 0)
         self._plan = 0
         self._latency = spec.latency
-        self._rounds = DecodeRounds(spec.latency)
+        self._rounds = spec.rounds
         self._clock = clock
         self._records = records
         self._done = done
