@@ -12,6 +12,7 @@ instance is on its way.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -62,6 +63,7 @@ async def _status(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[s
         "queued": len(router),
         "queued_tokens": router.waiting_tokens,
         "handoffs": router.handoffs,
+        "tasks": len(asyncio.all_tasks()),  # of the event loop: the same whenever nothing is under way
         "attainment": dict(orchestrator.accounts.attainment.summary(orchestrator.now())),
         "max_prompt": limits.max_prompt if limits else None,
         "max_total": limits.max_total if limits else None,
