@@ -18,6 +18,12 @@ def generate(file: PlacementFile, output: Path, machine_check: bool = True, forc
 
     Raises `ConfigError`: the placement cannot run, its model is not here, or `output` has other files.
     """
+    check(file, machine_check)
+    return write_repository(output, render(file.placement), force)
+
+
+def check(file: PlacementFile, machine_check: bool = True) -> None:
+    """Raises `ConfigError` if the placement cannot run; with `machine_check`, here."""
     model = None
     if machine_check:
         try:
@@ -29,4 +35,3 @@ def generate(file: PlacementFile, output: Path, machine_check: bool = True, forc
                 )
             ) from None
     check_placement(file, model, this_machine() if machine_check else None)
-    return write_repository(output, render(file.placement), force)

@@ -1,4 +1,8 @@
-"""Writes the Triton model repository that serves a placement file, or what a search finds."""
+"""Writes the Triton model repository that serves a placement file, or what a search finds.
+
+With --target, the files that run it in containers: beside the repository a Dockerfile, and scripts, a compose
+file or a Helm chart.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import sys
 from pathlib import Path
 
 from distserve.core.parsing import ConfigError
+from distserve_planner.deployment.deployment import TARGETS, generate_deployment
+from distserve_planner.deployment.settings import Settings
 from distserve_planner.generate import generate
 from distserve_planner.placement_file import default_placement, read_placement
 
@@ -20,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="placement file (YAML); default: the demo's, 1 prefill + 1 decode",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the model repository")
+    parser.add_argument("--target", choices=TARGETS, help="write a deployment in containers into the folder")
+    parser.add_argument("--image", default="", metavar="NAME:TAG", help="of the deployment's image")
     parser.add_argument(
         "--no-machine-check",
         action="store_true",
@@ -39,7 +47,14 @@ def run(args: argparse.Namespace) -> int:
     if args.search is not None:
         return _search(args)
     file = default_placement() if args.placement is None else read_placement(args.placement)
-    changed = generate(file, args.output, machine_check=not args.no_machine_check, force=args.force)
+    machine_check = not args.no_machine_check
+    if args.target is not None:
+        settings = Settings(image=args.image)
+        changed = generate_deployment(file, args.target, args.output, settings, machine_check, args.force)
+    elif args.image:
+        raise ConfigError(f"--image={args.image}: only with --target")
+    else:
+        changed = generate(file, args.output, machine_check, args.force)
     count = len(file.placement.instances)
     state = f"{len(changed)} files written" if changed else "up to date"
     sys.stdout.write(f"{args.output}: {count} instances and the orchestrator; {state}\n")
@@ -49,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace) -> int:
     from distserve_planner.commands import search  # slow to import, and a plain `generate` needs none of it
 
+    if args.target is not None:
+        raise ConfigError(f"--target={args.target}: not with --search; give the placement that it saved")
     if args.placement is not None:
         raise ConfigError(f"--placement={args.placement}: either a saved placement, or --search")
     parser = argparse.ArgumentParser(prog="planner generate --search")

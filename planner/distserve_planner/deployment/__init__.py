@@ -1,0 +1,1 @@
+"""Deployment files for a placement: Docker image, compose file, Helm chart."""
