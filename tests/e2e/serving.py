@@ -18,6 +18,7 @@ from distserve_planner.generate import generate
 from distserve_planner.placement_file import parse_placement
 from distserve_tools.client import Client
 from distserve_tools.launch import ServerOptions, TritonServer
+from distserve_tools.processes import descendants
 from distserve_tools.readiness import wait_until_serving
 from model_zoo import ZooModel
 
@@ -108,6 +109,21 @@ def deployed(
         except BaseException:
             sys.stderr.write("\n".join(["server log:", *log.read_text().splitlines()[-60:], ""]))
             raise
+
+
+def engine_pid(deployment: Deployment, instance: str) -> int:
+    """The child of the stub whose arguments have the instance's model folder."""
+    for stub in descendants(deployment.server.pid):
+        if f"/{instance}/" in _arguments(stub.pid) and "backend_stub" in _arguments(stub.pid):
+            return next(c.pid for c in descendants(stub.pid) if "distserve.engine" in _arguments(c.pid))
+    raise AssertionError(f"no stub of {instance}")
+
+
+def _arguments(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 @torch.inference_mode()

@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from serving import Deployment, deployed
+from serving import Deployment, deployed, engine_pid
 
 from distserve_tools.client import Chunk, Client, Completion, RequestError, gather
-from distserve_tools.processes import descendants
 from model_zoo import CONTEXT, Zoo, prompt
 
 LENGTH = 20
@@ -29,21 +27,6 @@ def pair(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploym
     instances = ({"role": "prefill"}, {"role": "decode"}, {"role": "decode"})
     with deployed(tmp_path_factory.mktemp("failures"), zoo("llama"), instances) as deployment:
         yield deployment
-
-
-def engine_pid(deployment: Deployment, instance: str) -> int:
-    """The child of the stub whose arguments have the instance's model folder."""
-    for stub in descendants(deployment.server.pid):
-        if f"/{instance}/" in _arguments(stub.pid) and "backend_stub" in _arguments(stub.pid):
-            return next(c.pid for c in descendants(stub.pid) if "distserve.engine" in _arguments(c.pid))
-    raise AssertionError(f"no stub of {instance}")
-
-
-def _arguments(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
 
 
 def reference(deployment: Deployment) -> list[tuple[int, ...]]:

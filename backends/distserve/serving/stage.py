@@ -35,7 +35,7 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"]).get("parameters")
         text = model_parameter(parameters, MODEL_PARAMETER)
         config = EngineConfig.load(json.loads(text), MODEL_PARAMETER)
-        log_to_triton(args["model_instance_name"], config.log_format)
+        log_to_triton(config.instance, config.log_format)
         self._supervisor = Supervisor(text)
         try:
             self._supervisor.start()
