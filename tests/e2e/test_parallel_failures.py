@@ -159,3 +159,14 @@ def test_a_rank_that_hangs_is_given_up(zoo: Zoo) -> None:
     with stopped(pid):
         assert engine.ended() == 1
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_end_with_their_leader(zoo: Zoo) -> None:
+    engine = EngineProcess(**settings(zoo("llama"), "u", "unified", Shaped(2, 1)))
+    pid = rank_pid(engine)
+    engine.kill()
+    engine.close()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)

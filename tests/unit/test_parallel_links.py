@@ -24,7 +24,7 @@ KINDS = ["memory", "gloo"]
 def on_ranks(shape: Shape, kind: str, work: Callable[[RankLinks], T], timeout_s: float = 20.0) -> list[T]:
     """Runs `work` on every rank of an instance, each in a thread of its own; results by rank."""
     devices = ["cpu:0"] * shape.ranks
-    wires = lay_wires(shape, pipe_bytes(1)) if kind == "memory" else []
+    wires = lay_wires(shape, pipe_bytes(1, 1)) if kind == "memory" else []
     store, address = listening_store("127.0.0.1", timeout_s)
     alive: list[RankLinks] = []  # until all are done: a rank that has ended is lost to the others
 
@@ -102,7 +102,7 @@ def test_what_a_stage_sends_arrives_in_order_at_the_same_slice_of_the_next(kind:
 
 
 def test_a_sender_goes_on_while_the_ring_has_room() -> None:
-    wires = lay_wires(Shape(1, 2), pipe_bytes(3 * SLOT_BYTES))
+    wires = lay_wires(Shape(1, 2), pipe_bytes(2 * SLOT_BYTES, 2))
     links = connect_wires(wires[0], Shape(1, 2), 0, ["cpu:0", "cpu:0"], 0.2)
     assert links.pipe_out is not None
     for _ in range(3):  # nobody receives
@@ -140,7 +140,7 @@ def test_gloo_names_no_rank_but_ends_at_the_deadline() -> None:
 def test_wires_leave_no_descriptor_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        close_wires(lay_wires(Shape(4, 2), pipe_bytes(1)))
+        close_wires(lay_wires(Shape(4, 2), pipe_bytes(1, 1)))
     assert len(os.listdir("/proc/self/fd")) == before
 
 

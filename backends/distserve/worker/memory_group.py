@@ -121,9 +121,9 @@ def group_bytes(size: int) -> int:
     return 2 * size * SLOT_BYTES
 
 
-def pipe_bytes(largest: int) -> int:
-    """Memory of a pipe in which a message of `largest` bytes waits without stopping the sender."""
-    return max(1, -(-largest // SLOT_BYTES)) * SLOT_BYTES
+def pipe_bytes(largest: int, messages: int) -> int:
+    """Memory of a pipe in which `messages`, one of them of `largest` bytes, do not stop the sender."""
+    return (max(1, -(-largest // SLOT_BYTES)) + messages - 1) * SLOT_BYTES
 
 
 def _map(fd: int) -> mmap.mmap:

@@ -17,7 +17,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -44,23 +45,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the server, which ends us in order
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader, which gets it as well, ends us in order
     steps = Link(socket.socket(fileno=fd), START_S)
-    try:
-        start = msgpack.unpackb(steps.receive(START_S))
-        _serve(steps, start)
-    except EOFError:
-        return 0
-    except RankLost as error:  # the leader finds out by itself which rank was the first
-        print(f"rank: {error}", file=sys.stderr)
-        return 1
-    except Exception as error:
-        if not isinstance(error, ConfigError):
-            traceback.print_exc()
-        _tell(steps, {"error": f"{type(error).__name__}: {error}", "config": isinstance(error, ConfigError)})
-        return 1
-    return 0
+    with ExitStack() as at_end:  # after the reason is told
+        try:
+            _serve(steps, msgpack.unpackb(steps.receive(START_S)), at_end)
+        except EOFError:
+            return 0
+        except RankLost as error:  # the leader finds out by itself which rank was the first
+            print(f"rank: {error}", file=sys.stderr)
+        except Exception as error:
+            refused = isinstance(error, ConfigError)
+            if not refused:
+                traceback.print_exc()
+            _tell(steps, {"error": f"{type(error).__name__}: {error}", "config": refused})
+    return 1
 
 
-def _serve(steps: Link, start: dict[str, Any]) -> None:
+def _serve(steps: Link, start: dict[str, Any], at_end: ExitStack) -> NoReturn:
     config, rank = EngineConfig.load(json.loads(start["config"])), int(start["rank"])
     log_to_stderr(config.log_format, f"{config.instance}/{rank}")
     from distserve.transfer.agent import RankAgent
@@ -80,17 +80,15 @@ def _serve(steps: Link, start: dict[str, Any]) -> None:
     agent = RankAgent(runner.kv_cache, side, links.shape, rank)
     thread = threading.Thread(target=agent.run, name="rank-agent", daemon=True)
     thread.start()
+    at_end.callback(thread.join, 2.0)
+    at_end.callback(agent.stop)
     gc.collect()
     gc.freeze()  # weights and modules live as long as the process: later collections skip them
     decoder = StepDecoder()
-    try:
-        while True:
-            output = runner.execute(decoder.decode(steps.receive()))  # the leader's end ends this wait
-            if output is not None:
-                steps.send(encode_output(output))
-    finally:
-        agent.stop()
-        thread.join(2.0)
+    while True:
+        output = runner.execute(decoder.decode(steps.receive()))  # the leader's end ends this wait
+        if output is not None:
+            steps.send(encode_output(output))
 
 
 def _connect(config: EngineConfig, rank: int, start: dict[str, Any]) -> RankLinks:

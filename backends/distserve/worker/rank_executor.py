@@ -221,9 +221,10 @@ def check_degrees(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _pipe_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Room for one batch of the usual size on its way to the next stage."""
+    """Room for a batch of the usual size, and smaller ones behind it, on their way to the next stage."""
     rows = max(config.max_batch_tokens, config.max_batch_size)
-    return pipe_bytes(min(LONGEST_PIPE_BYTES, rows * model.hidden_size * DTYPE_BYTES[config.dtype]))
+    batch = rows * model.hidden_size * DTYPE_BYTES[config.dtype]
+    return pipe_bytes(min(LONGEST_PIPE_BYTES, batch), config.pp)
 
 
 def _answer(rank: RankProcess, key: str) -> Any:

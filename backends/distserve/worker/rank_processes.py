@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -126,7 +127,11 @@ class RankWatch:
         try:
             frames = link.read()
         except EOFError:
-            raise RankLost(f"rank {rank.rank} {'' if self._closing else rank.ending()}") from None
+            if self._closing:
+                raise RankLost("closed") from None
+            with contextlib.suppress(EOFError, TimeoutError):  # it may have said why
+                self._on_step(rank.rank, rank.steps.receive(0.0))
+            raise RankLost(f"rank {rank.rank} {rank.ending()}") from None
         for frame in frames:
             take(rank.rank, frame)
 
