@@ -213,6 +213,19 @@ async def test_request_that_an_instance_has_forgotten(bench: Bench) -> None:
     assert sink.ids == generate(PROMPT, 100, VOCAB)
 
 
+@scenario(roles=("prefill", "prefill", "decode", "decode"))
+async def test_instance_that_submits_do_not_reach_is_left_alone(bench: Bench) -> None:
+    """A dead instance looks idle until its poll finds out: no request may spend its continuations on it."""
+    for name in ("prefill_0", "decode_0"):
+        bench.engine(name).lose_replies = {"submit": 1000}
+    sinks = [await bench.request([n], 5) for n in range(6)]
+    for n, sink in enumerate(sinks):
+        await sink.end()
+        assert sink.ids == generate([n], 5, VOCAB)
+        assert sink.final.stage_times["recoveries"] <= 2
+    await bench.settled()
+
+
 @scenario(roles=TWO_DECODES)
 async def test_full_decode_instance_is_passed_over(bench: Bench) -> None:
     bench.engine("decode_0").refuse["submit"] = ServingError("RESOURCE_EXHAUSTED", "full")

@@ -32,6 +32,8 @@ from distserve.serving.tasks import end_task
 from distserve.serving.text_codec import TextCodec
 
 _TICK_S = 0.25
+_FULL_S = 0.1  # how long an instance that was full is left alone,
+_UNREACHABLE_S = 1.0  # and one that could not be reached
 _ALL_TOLD_S = 1.0  # at start: how long to wait for the slower instances before limits are judged
 _SHORT_TEXT_CHARS = 4096  # tokenised in less than a decode step; longer text goes to a thread
 
@@ -262,9 +264,13 @@ class Orchestrator:
             self.router.requeue(session, self.now())
             self._changed_soon()
 
+    def unreachable(self, link: InstanceLink) -> None:
+        # until its poll finds out, a dead instance looks idle: it would be chosen again and again
+        self.router.leave_alone(link, self.now(), _UNREACHABLE_S)
+
     def wait_for_room(self, session: Session, link: InstanceLink) -> None:
         now = self.now()
-        self.router.leave_alone(link, now)
+        self.router.leave_alone(link, now, _FULL_S)
         if session.has_handle:
             session.state = "handoff"
             self.router.hand_over(session, now)

@@ -11,8 +11,6 @@ from distserve.serving.pace import DrainRate
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Session
 
-_FULL_PAUSE_S = 0.1
-
 
 class Router:
     """Holds the sessions that no instance has: those before prefill, and those between prefill and decode.
@@ -84,9 +82,9 @@ class Router:
         self._handoffs.append(session)
         self._dispatch_handoffs(now)
 
-    def leave_alone(self, link: InstanceLink, now: float) -> None:
-        """The instance has just said that it is full."""
-        self._fleet.avoid(link, now + _FULL_PAUSE_S)
+    def leave_alone(self, link: InstanceLink, now: float, for_s: float) -> None:
+        """Give the instance nothing for a while: it is full, or can't be reached."""
+        self._fleet.avoid(link, now + for_s)
 
     def remove(self, session: Session) -> None:
         """Drop a session that has ended, wherever it waits."""

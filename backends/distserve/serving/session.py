@@ -30,6 +30,9 @@ class SessionHost(Protocol):
     def continue_elsewhere(self, session: Session, error: ServingError) -> None:
         """The session has lost its instance: queue it again, or fail it."""
 
+    def unreachable(self, link: InstanceLink) -> None:
+        """A submit did not get there, although the link may not have noticed yet."""
+
     def wait_for_room(self, session: Session, link: InstanceLink) -> None:
         """The instance is full: queue the session again, and leave the instance alone for a moment."""
 
@@ -174,6 +177,8 @@ class Session:
             self._leave_stage()
             self._host.wait_for_room(self, link)
         else:
+            if error.code == "UNAVAILABLE":
+                self._host.unreachable(link)
             self._broken(error)
 
     def on_lost(self, link: InstanceLink, error: ServingError) -> None:
