@@ -75,8 +75,17 @@ def status_table(status: dict[str, Any]) -> RenderableType:
         cells = [str(entry.get(key, "")) for _, key in _COLUMNS]
         table.add_row(entry["instance"], entry["role"], _state(entry), _blocks(entry), *cells)
     totals = "  ".join(f"{label} {status[key]}" for label, key in _TOTALS)
+    totals += _attainment(status)
     ready = "[green]ready[/green]" if status["ready"] else "[red]not ready[/red]"
     return Group(Text.from_markup(f"{ready}  {escape(status['model'])}  {totals}"), table)
+
+
+def _attainment(status: dict[str, Any]) -> str:
+    """Nothing where no request has had objectives lately."""
+    window = status.get("attainment", {})
+    if not window.get("requests"):
+        return ""
+    return "  attainment " + ", ".join(f"{name} {window[name]:.0%}" for name in ("both", "ttft", "tpot"))
 
 
 def _state(entry: dict[str, Any]) -> str:
