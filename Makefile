@@ -17,7 +17,7 @@ if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
 endef
 export CHECK_PYTHON
 
-.PHONY: demo serve test lint unit repository
+.PHONY: demo serve test lint unit repository reproduce
 
 demo: $(INSTALLED)  ## stream one answer through 1 prefill + 1 decode instance, then stop
 	@$(BIN)/distserve demo
@@ -34,6 +34,10 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	@$(BIN)/pytest -m "not slow and not gpu and not gpu2" $(PYTEST_FLAGS)
+
+reproduce: $(INSTALLED)  ## measure docs/results.md again (hours; QUICK=1: minutes), into build/testbed
+	@$(BIN)/distserve testbed $(if $(QUICK),--quick)
+	@$(BIN)/distserve bench orchestrator --output build/testbed/orchestrator.json
 
 repository: $(INSTALLED)  ## write model_repository/ again
 	@$(BIN)/planner generate -o model_repository --no-machine-check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,18 @@ def _stages(plt: Any, runs: Mapping[str, Mapping[float, Sequence[Record]]], slo:
 
 
 def _cdf(plt: Any, runs: Mapping[str, Mapping[float, Sequence[Record]]], slo: Slo) -> Any:
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4))
-    for axes, name, objective in zip(panels, ("ttft_s", "tpot_s"), (slo.ttft_s, slo.tpot_s), strict=True):
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4))
+    measures: tuple[tuple[str, Callable[[Record], list[float]], float], ...] = (
+        ("TTFT", lambda r: [r.ttft_s], slo.ttft_s),
+        ("TPOT", lambda r: [r.tpot_s], slo.tpot_s),
+        ("ITL", lambda r: r.gaps_s, slo.tpot_s),
+    )
+    for axes, (name, values_of, objective) in zip(panels, measures, strict=True):
         for system, by_rate in runs.items():
             for rate in sorted(by_rate):
-                values = np.sort([getattr(r, name) for r in by_rate[rate] if r.ok])
+                values = np.sort([value for r in by_rate[rate] if r.ok for value in values_of(r)])
                 axes.plot(values, np.linspace(0, 1, len(values)), label=f"{system} {rate:g}/s", linewidth=1)
         axes.axvline(objective, color="grey", linestyle="--", linewidth=1)
-        axes.set(xlabel=name[:4].upper() + " (s)", ylabel="share of requests")
-    panels[1].legend(fontsize=6)
+        axes.set(xlabel=f"{name} (s)", ylabel="share of messages" if name == "ITL" else "share of requests")
+    panels[-1].legend(fontsize=6)
     return figure

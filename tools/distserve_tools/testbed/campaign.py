@@ -41,15 +41,12 @@ class Campaign:
     slos: Mapping[str, Slo]  # by the objective's label
     terms: Mapping[str, ServerTerms]
     rates: Sequence[float]
+    repeated_rate: float
     runs: list[Run] = field(default_factory=list)
 
     @property
     def main(self) -> Slo:
         return next(iter(self.slos.values()))
-
-    @property
-    def middle_rate(self) -> float:
-        return self.rates[len(self.rates) // 2]
 
     @property
     def systems(self) -> tuple[str, ...]:
@@ -125,7 +122,10 @@ def run_campaign(
         lone[name] = run_once(system, everybody, lone_trace, 0.0, 0, vocab)
     ttft, tpot = _lone_times(lone)
     slos = {objective.label: objective.slo(ttft, tpot) for objective in OBJECTIVES}
-    campaign = Campaign(model, workload, profile, limits, lone, slos, {}, grid(top_rps, plan.rates))
+    rates = grid(top_rps, plan.rates)
+    campaign = Campaign(
+        model, workload, profile, limits, lone, slos, {}, rates, repeated_rate=rates[len(rates) // 2]
+    )
 
     def measure(rate: float, repeat: int) -> None:
         count = max(8, round(rate * plan.run_s))
@@ -135,13 +135,26 @@ def run_campaign(
             campaign.runs.append(run)
             say(f"{workload.label}: {rate:g}/s {name}: {_line(run, campaign.main)}")
 
-    for repeat in range(plan.repeats):
-        measure(campaign.middle_rate, repeat)
-    for rate in campaign.rates:
-        if rate != campaign.middle_rate:
-            measure(rate, 0)
+    try:
+        for repeat in range(plan.repeats):
+            measure(campaign.repeated_rate, repeat)
+        for rate in campaign.rates:
+            if rate != campaign.repeated_rate:
+                measure(rate, 0)
+    except KeyboardInterrupt:
+        say("interrupted: reporting the rates that were measured")
+        _keep_whole_rates(campaign)
     add_predictions(campaign, lone_trace, served)
     return campaign
+
+
+def _keep_whole_rates(campaign: Campaign) -> None:
+    """Leaves out rates that not every system was measured at. Raises `KeyboardInterrupt` if none is left."""
+    seen = {(run.rate_rps, run.system) for run in campaign.runs}
+    campaign.rates = [rate for rate in campaign.rates if all((rate, s) in seen for s in campaign.systems)]
+    campaign.runs = [run for run in campaign.runs if run.rate_rps in campaign.rates]
+    if not campaign.rates:
+        raise KeyboardInterrupt
 
 
 def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served]) -> None:
@@ -166,7 +179,7 @@ def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served
 
 def _per_token_cpu(campaign: Campaign, system: str) -> float:
     """Processor seconds beside the engines for one token, over the repeats of the middle rate."""
-    runs = [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.middle_rate]
+    runs = [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.repeated_rate]
     tokens = sum(run.tokens for run in runs)
     return sum(run.cpu.beside_engines for run in runs) / tokens if tokens else 0.0
 
@@ -200,7 +213,7 @@ def _warm_up(workload: ScaledWorkload, served: Mapping[str, Served], context: in
 
 
 def _line(run: Run, slo: Slo) -> str:
-    failed = sum(not r.ok for r in run.records)
+    failed = [r.error or "no token" for r in run.records if not r.ok]
     text = f"{len(run.records)} requests, attainment {100 * run.attainment(slo):.0f} %"
     text += f", other processes {run.cpu.others / run.cpu.wall:.2f} cores"
-    return text + (f", {failed} failed" if failed else "")
+    return text + (f", {len(failed)} failed ({failed[0][:150]})" if failed else "")

@@ -62,14 +62,14 @@ def _attainment(plt: Any, campaign: Campaign) -> Any:
 def _slo_scale(plt: Any, campaign: Campaign) -> Any:
     figure, axes = plt.subplots(figsize=(5.5, 3.6))
     for system in campaign.systems:
-        runs = _at(campaign, system, campaign.middle_rate)
+        runs = _at(campaign, system, campaign.repeated_rate)
         shares = [
             100 * float(np.mean([run.attainment(campaign.main.scaled(s)) for run in runs])) for s in SCALES
         ]
         axes.plot(SCALES, shares, label=system)
     axes.axhline(90, color="grey", linestyle=":", linewidth=1)
     axes.set(
-        xlabel=f"SLO scale at {campaign.middle_rate:g} requests/s (right is tighter)",
+        xlabel=f"SLO scale at {campaign.repeated_rate:g} requests/s (right is tighter)",
         ylabel="SLO attainment (%)",
         xscale="log",
         ylim=(0, 103),
@@ -106,7 +106,7 @@ def _latency(plt: Any, campaign: Campaign) -> Any:
     slo = campaign.main
     for axes, name, limit in zip(panels, ("ttft_s", "tpot_s"), (slo.ttft_s, slo.tpot_s), strict=True):
         for i, system in enumerate(campaign.systems):
-            runs = _at(campaign, system, campaign.middle_rate)
+            runs = _at(campaign, system, campaign.repeated_rate)
             _cdf(axes, [getattr(r, name) for run in runs for r in run.records if r.ok], f"C{i}", "-", system)
             if all(run.predicted is not None for run in runs):
                 _cdf(axes, [v for run in runs for v in getattr(run.predicted, name)], f"C{i}", "--", None)

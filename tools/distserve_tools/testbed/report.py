@@ -32,7 +32,7 @@ def report(campaign: Campaign) -> str:
         _prediction(campaign),
         "### Goodput (requests/s per core)",
         _goodput(campaign),
-        f"### SLO scale at {campaign.middle_rate:g} requests/s",
+        f"### SLO scale at {campaign.repeated_rate:g} requests/s",
         _scales(campaign),
         "### Where the time goes",
         _stages(campaign),
@@ -128,10 +128,10 @@ def _prediction(campaign: Campaign) -> str:
         for label, slo in campaign.slos.items()
         if (value := repeat_noise(campaign.runs, campaign.systems, slo)) is not None
     ]
-    repeats = sum(r.rate_rps == campaign.middle_rate for r in campaign.runs) // len(campaign.systems)
+    repeats = sum(r.rate_rps == campaign.repeated_rate for r in campaign.runs) // len(campaign.systems)
     text = (
         f"Noise, the standard deviation of attainment between {repeats} runs of the same requests at "
-        f"{campaign.middle_rate:g}/s: " + "; ".join(noise) + "."
+        f"{campaign.repeated_rate:g}/s: " + "; ".join(noise) + "."
     )
     return table(head, rows) + "\n\n" + text
 
@@ -169,7 +169,7 @@ def _goodput(campaign: Campaign) -> str:
 def _scales(campaign: Campaign) -> str:
     rows = []
     for name in campaign.systems:
-        runs = [r for r in campaign.runs if r.system == name and r.rate_rps == campaign.middle_rate]
+        runs = [r for r in campaign.runs if r.system == name and r.rate_rps == campaign.repeated_rate]
         shares = [np.mean([run.attainment(campaign.main.scaled(scale)) for run in runs]) for scale in SCALES]
         rows.append([name, *(_share(float(s)) for s in shares)])
     return table(["system", *(f"x{scale:g}" for scale in SCALES)], rows)

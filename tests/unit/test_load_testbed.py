@@ -1,0 +1,212 @@
+"""Test-bed: placements, predictions on the same requests, pairing, goodput, who used the processor."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from distserve.core.model_config import ModelConfig
+from distserve_planner.cluster import Link
+from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
+from distserve_planner.placement_file import parse_placement
+from distserve_planner.profile_file import Profile
+from distserve_planner.slo import Slo
+from distserve_tools.load.record import Record
+from distserve_tools.testbed import systems
+from distserve_tools.testbed.campaign import blocks_of, grid, sizing
+from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
+from distserve_tools.testbed.cpu_account import (
+    ENGINE,
+    GENERATOR,
+    ORCHESTRATOR,
+    STAGE_STUBS,
+    TRITON,
+    CpuSeconds,
+    part_of,
+    processor_time,
+)
+from distserve_tools.testbed.plan import WORKLOADS
+from distserve_tools.testbed.prediction import ServerTerms, fit_terms, predict, system_spec
+from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
+from distserve_tools.testbed.runs import Run
+from distserve_tools.testbed.systems import CHUNKED, DISAGGREGATED, PREFILL_FIRST, SYSTEMS, EngineLimits
+from distserve_tools.testbed.traces import lone_requests, requests_at
+
+MODEL = ModelConfig(
+    arch="llama",
+    model_type="llama",
+    hidden_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=128,
+    vocab_size=1000,
+    max_context=2048,
+)
+LIMITS = EngineLimits(max_batch_tokens=256, chunk_tokens=64, kv_bytes=64 << 20)
+PREFILL_S, DECODE_S = 1e-3, 20e-3  # of a token, of a step
+
+
+def profile() -> Profile:
+    degree = Degree(1, (PrefillPiece(2e-3, PREFILL_S),), (DecodePiece(DECODE_S, 1e-6, per_request_s=1e-3),))
+    return Profile("a core", "m", MODEL, "fp32", (degree,), lm_tokens=256, transfer=Link(1e9, 1e-3))
+
+
+def cpu(**parts: float) -> CpuSeconds:
+    return CpuSeconds({ENGINE: 1.0, ORCHESTRATOR: 0.1, **parts}, 0.0, 10.0)
+
+
+def run_of(system: str, rate: float, repeat: int, late: int, count: int = 20) -> Run:
+    """A run in which `late` of the requests miss TTFT."""
+    trace = requests_at(WORKLOADS[0], rate, count, 0, 2048)
+    records = []
+    for i, arrival in enumerate(trace.arrival_s.tolist()):
+        first = arrival + (5.0 if i < late else 0.2)
+        times = [first, first + 0.05]
+        records.append(Record(i, arrival, int(trace.input_tokens[i]), arrival, times, [1, 1], times[-1]))
+    return Run(system, rate, repeat, trace, records, cpu())
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_placements_can_be_parsed_and_are_on_two_cores(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "cores", lambda: (0, 1))
+    placement = parse_placement(systems.placement_text(system, "m", LIMITS)).placement
+    engines = [placement.engine_config(i) for i in range(2)]
+    assert {engine.devices for engine in engines} == {("cpu:0",), ("cpu:1",)}
+    assert all(engine.max_batch_tokens == 256 for engine in engines)
+    roles = [engine.role for engine in engines]
+    assert roles == (["prefill", "decode"] if system == DISAGGREGATED else ["unified", "unified"])
+    if system == CHUNKED:
+        assert [(e.policy, e.chunk_tokens) for e in engines] == [("chunked_prefill", 64)] * 2
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_lone_request_is_predicted_by_the_coefficients(system: str) -> None:
+    trace = lone_requests(WORKLOADS[0], 1, 1.0, 2048)
+    spec = system_spec(system, profile(), LIMITS, blocks_of(profile(), LIMITS), ServerTerms())
+    seen = predict(spec, trace, ServerTerms(first_token_s=0.01))
+    prompt = int(trace.input_tokens[0])
+    steps = -(-prompt // LIMITS.chunk_tokens) if system == CHUNKED else 1
+    assert seen.ttft_s[0] == pytest.approx(steps * 2e-3 + PREFILL_S * prompt + 0.01, rel=1e-6)
+    assert DECODE_S + 1e-3 < seen.tpot_s[0] < DECODE_S + 3e-3
+
+
+def test_terms_fitted_to_lone_requests_reproduce_them() -> None:
+    trace = lone_requests(WORKLOADS[0], 3, 5.0, 2048)
+    true = ServerTerms(first_token_s=0.008, iteration_s=0.003)
+    blocks = blocks_of(profile(), LIMITS)
+    plain = system_spec(PREFILL_FIRST, profile(), LIMITS, blocks, ServerTerms())
+    seen = predict(system_spec(PREFILL_FIRST, profile(), LIMITS, blocks, true), trace, true)
+    records = []
+    for i in range(3):
+        first = 5.0 * i + seen.ttft_s[i]
+        count = int(trace.output_tokens[i])
+        times = [float(first + k * seen.tpot_s[i]) for k in range(count)]
+        records.append(Record(i, 5.0 * i, 8, 5.0 * i, times, [1] * count, times[-1]))
+    terms = fit_terms(plain, trace, records, per_token_s=0.0)
+    assert terms.first_token_s == pytest.approx(true.first_token_s, abs=1e-6)
+    assert terms.iteration_s == pytest.approx(true.iteration_s, abs=1e-6)
+
+
+def test_work_beside_the_engines_slows_both_kinds_of_system() -> None:
+    trace = requests_at(WORKLOADS[0], 2.0, 60, 0, 2048)
+    blocks = blocks_of(profile(), LIMITS)
+    for system in SYSTEMS:
+        means = [
+            float(predict(system_spec(system, profile(), LIMITS, blocks, t), trace, t).tpot_s.mean())
+            for t in (ServerTerms(), ServerTerms(per_token_s=2e-3))
+        ]
+        assert means[1] > means[0]
+
+
+def test_sizing_chooses_a_chunk_and_rates_around_the_limit() -> None:
+    limits, top = sizing(profile(), WORKLOADS[0], LIMITS)
+    assert limits.max_batch_tokens == LIMITS.max_batch_tokens
+    # prefill alone: about 193 tokens a prompt at 1 ms, two cores at most
+    assert 1.0 < top < 2 / (193 * PREFILL_S)
+    rates = grid(top, 7)
+    assert len(rates) == 7
+    assert rates[0] < 0.5 * top < top < rates[-1]
+    assert rates == sorted(rates)
+
+
+def test_the_same_seed_gives_the_same_requests_at_every_rate() -> None:
+    slow, fast = (requests_at(WORKLOADS[1], rate, 30, 3, 2048) for rate in (1.0, 4.0))
+    assert np.array_equal(slow.input_tokens, fast.input_tokens)
+    assert np.allclose(slow.arrival_s, 4 * fast.arrival_s)
+
+
+def test_pairs_join_repeats_and_noise_is_their_deviation() -> None:
+    slo = Slo(1.0, 0.1)
+    runs = [run_of("a", 1.0, 0, 0), run_of("a", 2.0, 0, 2), run_of("a", 2.0, 1, 6)]
+    found = pairs(runs, "a", slo)
+    assert [p.rate_rps for p in found] == [1.0, 2.0]
+    assert [p.measured for p in found] == [1.0, pytest.approx(0.8)]
+    assert found[1].requests == 40
+    assert found[0].predicted is None
+    assert found[0].error is None
+    assert repeat_noise(runs, ["a"], slo) == pytest.approx(100 * np.std([0.9, 0.7], ddof=1))
+    assert repeat_noise(runs[:2], ["a"], slo) is None
+
+
+def test_predictions_are_compared_request_by_request() -> None:
+    run = run_of("a", 1.0, 0, 0)
+    run.predicted = predict(
+        system_spec(PREFILL_FIRST, profile(), LIMITS, 500, ServerTerms()), run.trace, ServerTerms()
+    )
+    error = latency_error([run])
+    assert error is not None
+    expected = np.median(np.abs(run.predicted.ttft_s - 0.2) / 0.2)
+    assert error.ttft_p50 == pytest.approx(expected, rel=1e-6)
+    assert pairs([run], "a", Slo(1.0, 0.1))[0].error is not None
+    entry = run.to_dict()["requests"][0]
+    assert entry["predicted"]["ttft_s"] == pytest.approx(float(run.predicted.ttft_s[0]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        ([(1.0, 0.8), (2.0, 0.5)], 0.0),
+        ([(1.0, 1.0), (2.0, 0.8)], 1.5),
+        ([(1.0, 1.0), (2.0, 0.95)], 2.0),
+        ([(1.0, 1.0), (2.0, 0.8), (3.0, 1.0)], 1.5),  # what comes after the first miss does not count
+        ([(1.0, 0.9)], 1.0),
+    ],
+)
+def test_goodput_lies_between_measured_rates(curve: list[tuple[float, float]], expected: float) -> None:
+    assert goodput_rps(curve, 0.9) == pytest.approx(expected)
+
+
+def test_winners_within_a_tie_are_named_together() -> None:
+    assert winner({"a": 1.0, "b": 0.97, "c": 0.5}) == "a = b"
+    assert winner({"a": 0.0, "b": 0.0}) == "none"
+
+
+def test_processes_are_told_apart_by_their_command() -> None:
+    stub = "/x/triton_python_backend_stub /r/{}/1/model.py name 1 1"
+    assert part_of(stub.format("orchestrator")) == ORCHESTRATOR
+    assert part_of(stub.format("prefill_0")) == STAGE_STUBS
+    assert part_of("/usr/bin/python3 -m distserve.engine --fd 9") == ENGINE
+    assert part_of("/usr/bin/something") == TRITON
+
+
+def test_our_own_time_is_counted() -> None:
+    before = processor_time([])
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        sum(range(1000))
+    spent = processor_time([]).since(before)
+    assert 0.07 < spent.parts[GENERATOR] < 0.5
+    assert spent.wall > 0.05
+    assert processor_time([os.getpid()]).parts[TRITON] > 0
+
+
+def test_stamps_tell_their_age_across_the_wrap() -> None:
+    for now in (123.456, 0.99999 * 49152 * STAMP_UNIT_S):
+        token = stamp(now, 49152)
+        assert 0 <= token < 49152
+        assert age_s(token, now + 0.02, 49152) == pytest.approx(0.02, abs=2 * STAMP_UNIT_S)
