@@ -222,7 +222,8 @@ class TritonServer:
         base = {**os.environ, **self._options.environment}
         guard = [sys.executable, die_with_parent.__file__, str(os.getpid())]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
+        self.log_path.write_bytes(b"")
+        with self.log_path.open("ab") as log:  # appended to, so that a reader may empty it
             self._process = subprocess.Popen(
                 [*guard, *self.command(installation)],
                 env=server_environment(installation, base),

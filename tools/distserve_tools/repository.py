@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from distserve.core.model_config import cache_folder
 from distserve.core.parsing import ConfigError, nearest, parse
-from distserve.serving.orchestrator_config import MODEL_PARAMETER, OrchestratorConfig
+from distserve.serving.orchestrator_config import MODEL_PARAMETER, InstanceSpec, OrchestratorConfig
 from distserve_planner.generate import generate
 from distserve_planner.placement_check import ORCHESTRATOR
 from distserve_planner.placement_file import PlacementFile
@@ -32,11 +32,17 @@ class LaunchNode:
 
 @dataclass(frozen=True)
 class NodeRepository:
-    """The folder that one tritonserver serves, and how other nodes reach it."""
+    """The folder that one tritonserver serves, and how other nodes reach it.
+
+    `orchestrator` is the gRPC address of the one on another node, if this node knows it, and `instances` are
+    those of this node, as it calls them.
+    """
 
     folder: Path
     host: str | None = None
     grpc_port: int | None = None
+    orchestrator: str | None = None
+    instances: tuple[InstanceSpec, ...] = ()
 
 
 def node_repository(folder: Path, node: str | None) -> NodeRepository:
@@ -57,8 +63,14 @@ def node_repository(folder: Path, node: str | None) -> NodeRepository:
         raise ConfigError(f"{folder} is for several nodes; choose with --node: {', '.join(by_name)}")
     if node not in by_name:
         raise ConfigError(f"--node {node}: not in {launch}{nearest(node, by_name)}")
-    entry = by_name[node]
-    return NodeRepository(folder / entry.repository, entry.host, entry.grpc_port)
+    entry, first = by_name[node], nodes[0]
+    here = NodeRepository(folder / entry.repository, entry.host, entry.grpc_port)
+    config = None if entry == first else orchestrator_config(folder / first.repository)
+    if config is None or first.grpc_port is None:
+        return here
+    address = f"{entry.host}:{entry.grpc_port}"
+    instances = tuple(spec for spec in config.instances if spec.address == address)
+    return replace(here, orchestrator=f"{first.host}:{first.grpc_port}", instances=instances)
 
 
 def orchestrator_config(folder: Path) -> OrchestratorConfig | None:

@@ -7,8 +7,10 @@ import contextlib
 import importlib.util
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from distserve.core.parsing import ConfigError
@@ -17,6 +19,7 @@ from distserve_tools.console import StepLines
 from distserve_tools.demo_model import DemoModelError, ensure_demo_model
 from distserve_tools.demo_placement import demo_placement
 from distserve_tools.launch import ServerOptions, ServerStartError
+from distserve_tools.log_echo import LogEcho
 from distserve_tools.readiness import NotServingError
 from distserve_tools.repository import NodeRepository, node_repository, repository_for
 from distserve_tools.server_files import ServerNotFoundError
@@ -33,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", help="which node of a repository for several")
     parser.add_argument("--no-openai", action="store_true", help="do not start the OpenAI front end")
     parser.add_argument("--openai-port", type=int, default=0, metavar="PORT", help="0: any free one")
+    parser.add_argument("--echo-log", action="store_true", help="copy the server's log to stderr")
     add_server_arguments(parser)
 
 
@@ -69,8 +73,12 @@ def run(args: argparse.Namespace) -> int:
     lines = StepLines()
     with signals_interrupt(), contextlib.suppress(KeyboardInterrupt):
         try:
-            options = server_options(args, _repository(args, lines))
-            with running(options, lines, _openai_port(args)) as stack:
+            repository = _repository(args, lines)
+            options = server_options(args, repository)
+            with (
+                _echo(options, args.echo_log) as options,
+                running(options, lines, _openai_port(args), repository) as stack,
+            ):
                 sys.stdout.write(how_to_use(stack))
                 sys.stdout.flush()
                 while stack.server.alive():
@@ -91,6 +99,18 @@ def _repository(args: argparse.Namespace, lines: StepLines) -> NodeRepository:
         return node_repository(repository_for(file, args.placement.stem), args.node)
     ensure_demo_model(lines.say)
     return node_repository(repository_for(demo_placement(), "demo"), args.node)
+
+
+@contextlib.contextmanager
+def _echo(options: ServerOptions, wanted: bool) -> Iterator[ServerOptions]:
+    """The options with a log file that is copied to stderr, if that is wanted."""
+    if not wanted:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="distserve-") as folder:
+        path = options.log_path or Path(folder) / "tritonserver.log"
+        with LogEcho(path):
+            yield replace(options, log_path=path)
 
 
 def _openai_port(args: argparse.Namespace) -> int | None:

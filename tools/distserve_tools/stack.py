@@ -16,10 +16,11 @@ from distserve.serving.orchestrator_config import OrchestratorConfig
 from distserve_tools import die_with_parent
 from distserve_tools.client import Client
 from distserve_tools.console import StepLines
+from distserve_tools.enlistment import Enlistment
 from distserve_tools.launch import ServerOptions, TritonServer, http_ok
 from distserve_tools.processes import free_ports
 from distserve_tools.readiness import NotServingError, probe, wait_until_serving
-from distserve_tools.repository import orchestrator_config
+from distserve_tools.repository import NodeRepository, orchestrator_config
 from distserve_tools.supervise import Supervisor
 
 _FIRST_STATUS_S = 120.0
@@ -44,10 +45,16 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running(options: ServerOptions, lines: StepLines, openai_port: int | None = None) -> Iterator[Stack]:
+def running(
+    options: ServerOptions,
+    lines: StepLines,
+    openai_port: int | None = None,
+    node: NodeRepository | None = None,
+) -> Iterator[Stack]:
     """Starts everything, checks that a request gets through, and ends everything afterwards.
 
-    `openai_port`: 0 for any free one, `None` for no front end. Raises `ServerStartError`,
+    `openai_port`: 0 for any free one, `None` for no front end. `node`: one of several, which tells the
+    orchestrator on another that it comes and goes. Raises `ServerStartError`,
     `ServerNotFoundError`, `NotServingError`.
     """
     orchestrator = orchestrator_config(options.repository)
@@ -57,7 +64,9 @@ def running(options: ServerOptions, lines: StepLines, openai_port: int | None = 
         client = None
         if orchestrator is not None:
             client = stack.enter_context(Client(server.grpc_url))
-            status = wait_until_serving(client, _FIRST_STATUS_S)
+            elsewhere = any(spec.address for spec in orchestrator.instances)
+            wait_s = max(_FIRST_STATUS_S, options.start_timeout_s) if elsewhere else _FIRST_STATUS_S
+            status = wait_until_serving(client, wait_s)
             lines.say("; ".join(_line(entry) for entry in status["instances"]))
             probe(client)
 
@@ -69,9 +78,13 @@ def running(options: ServerOptions, lines: StepLines, openai_port: int | None = 
         supervisor = Supervisor(server, lines.say, greet)
         supervisor.start()
         stack.callback(supervisor.stop)
+        if node is not None and node.orchestrator is not None:
+            enlistment = Enlistment(node.orchestrator, node.instances, lines.say)
+            enlistment.start()
+            stack.callback(enlistment.leave, options.drain_timeout_s)
         url = None
         if openai_port is not None and orchestrator is not None:
-            url = stack.enter_context(_front_end(server, options.host, openai_port, orchestrator.model))
+            url = stack.enter_context(_front_end(server, options, openai_port, orchestrator.model))
         try:
             yield Stack(server, supervisor, client, orchestrator, url)
         finally:
@@ -79,12 +92,14 @@ def running(options: ServerOptions, lines: StepLines, openai_port: int | None = 
 
 
 @contextlib.contextmanager
-def _front_end(server: TritonServer, host: str, port: int, model: str) -> Iterator[str]:
+def _front_end(server: TritonServer, options: ServerOptions, port: int, model: str) -> Iterator[str]:
     """The OpenAI front end as a process of its own."""
+    host, drain_s = options.host, options.drain_timeout_s
     port = port or free_ports(1, host)[0]
     command = [sys.executable, die_with_parent.__file__, str(os.getpid()), sys.executable, "-m"]
     command += ["distserve_tools", "openai", "--model", model, "--grpc", server.grpc_url, "--host", host]
     command += ["--metrics-url", f"http://{server.metrics_url}/metrics", "--port", str(port)]
+    command += ["--drain-timeout", str(drain_s)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + _FRONT_END_S
@@ -99,7 +114,7 @@ def _front_end(server: TritonServer, host: str, port: int, model: str) -> Iterat
     finally:
         process.terminate()
         try:
-            process.wait(15.0)
+            process.wait(drain_s + 5.0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(5.0)

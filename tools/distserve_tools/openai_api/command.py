@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds until a request is given up (%(default)s)",
     )
     parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for requests in flight, on stop (%(default)s)",
+    )
+    parser.add_argument(
         "--api-key-env",
         default="DISTSERVE_API_KEY",
         help="environment variable with the API key; none is asked for if it is unset (%(default)s)",
@@ -65,5 +72,6 @@ def run(args: argparse.Namespace) -> int:
         request_timeout_s=args.request_timeout,
     )
     app = FrontEnd(config, ChatTokenizer(folder)).app()
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=10)
+    drain_s = max(1, round(args.drain_timeout))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=drain_s)
     return 0
