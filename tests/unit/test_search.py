@@ -123,7 +123,7 @@ def test_bounds_are_optimistic() -> None:
             spec = given.instance(task.shape, cross_hops=task.cross_hops)
             ceiling = (prefill_ceiling if task.role == "prefill" else decode_ceiling)(given, spec)
             assert result.rate <= ceiling
-        bound = bounded_units([deployment], phases)[0].predicted
+        bound = bounded_units(given, [deployment], phases)[0].predicted
         assert joint.rate <= bound * (1 + QUICK.step)
 
 

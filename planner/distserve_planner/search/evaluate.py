@@ -81,7 +81,7 @@ def _phase(problem: Problem, task: PhaseTask) -> Goodput:
         system,
         problem.requests,
         problem.slo,
-        problem.precision,
+        problem.phase_precision,
         devices=task.shape.ranks,
         ceiling=phase_ceiling(problem, task),
     )

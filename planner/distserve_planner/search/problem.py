@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distserve.core.model_config import ModelConfig
@@ -72,6 +72,17 @@ class Problem:
     unified_latency: LatencyModel | None = None
     families: tuple[Family, ...] = FAMILIES
     unified_shape: Shape | None = None  # the baselines' given parallelism; default: the best
+
+    @property
+    def phase_precision(self) -> Precision:
+        """For phases by themselves, which only bound and size: half the requests, a grid twice as wide."""
+        own = self.precision
+        return replace(
+            own,
+            min_requests=max(1, own.min_requests // 2),
+            max_requests=max(1, own.max_requests // 2),
+            step=2 * own.step,
+        )
 
     @property
     def model(self) -> ModelConfig:

@@ -144,7 +144,7 @@ class _Search:
                 all_shapes=wide,
             )
         if family == "low":
-            units = bounded_units(self.units, self.phases)
+            units = bounded_units(problem, self.units, self.phases)
         else:
             units = unified_bounds(problem, family, self.fitting)
         if objective.kind == "per-device":
