@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -97,11 +97,13 @@ class Client:
         prompt: str | Sequence[int],
         timeout_s: float = 600.0,
         stream: bool = True,
+        on_call: Callable[[grpc.Call], None] | None = None,
         **sampling: Any,
     ) -> Iterator[Chunk]:
         """Generates from a text or from token ids; `sampling` as in `sampling_parameters`.
 
-        Closing the iterator early cancels the request. Raises `RequestError`.
+        Closing the iterator early cancels the request; so does `cancel()` of the call that `on_call` gets,
+        from any thread and at any moment. Raises `RequestError`.
         """
         request = service_pb2.ModelInferRequest(model_name=self._model)
         if isinstance(prompt, str):
@@ -111,7 +113,7 @@ class Client:
         _add_text(request, "sampling_parameters", json.dumps(sampling))
         for name, value in (("stream", stream), ("exclude_input_in_output", True)):
             _add(request, name, "BOOL", 1, bytes([value]))
-        for response in self._responses(request, _OUTPUTS, timeout_s):
+        for response in self._responses(request, _OUTPUTS, timeout_s, on_call):
             yield _chunk(response)
 
     def complete(
@@ -134,13 +136,21 @@ class Client:
         answer: dict[str, Any] = answers[0]
         return answer
 
-    def _responses(self, request: Any, outputs: Sequence[str], timeout_s: float) -> Iterator[Any]:
+    def _responses(
+        self,
+        request: Any,
+        outputs: Sequence[str],
+        timeout_s: float,
+        on_call: Callable[[grpc.Call], None] | None = None,
+    ) -> Iterator[Any]:
         """Read it to the end: Triton 24.10 may keep a request for ever whose stream is cancelled between its
         last response and its end, and then its model never unloads.
         """
         tensor = service_pb2.ModelInferRequest.InferRequestedOutputTensor
         request.outputs.extend(tensor(name=name) for name in outputs)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        if on_call is not None:
+            on_call(call)
         try:
             for message in call:
                 if message.error_message:

@@ -1,0 +1,162 @@
+"""Handles that are stale, forged, used twice or meant for another, sent straight to a decode instance."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from distserve_tools.chaos.caller import InstanceCaller
+from distserve_tools.chaos.deployment import Deployment, send_signal
+from distserve_tools.chaos.invariants import recover, settle
+from distserve_tools.chaos.load import Job, jobs, references
+from distserve_tools.chaos.outcome import Outcome
+
+Wire = dict[str, Any]
+
+FORGERIES: Mapping[str, Callable[[Wire, random.Random], Wire]] = {
+    "nonce": lambda h, rng: {**h, "nonce": rng.randbytes(16)},
+    "short nonce": lambda h, rng: {**h, "nonce": h["nonce"][:8]},
+    "epoch before": lambda h, rng: {**h, "epoch": h["epoch"] - 1},
+    "epoch after": lambda h, rng: {**h, "epoch": h["epoch"] + 1},
+    "request id": lambda h, rng: {**h, "request_id": h["request_id"] + "0"},
+    "instance": lambda h, rng: {**h, "instance": "prefill_9"},
+    "fewer tokens": lambda h, rng: {**h, "num_tokens": h["num_tokens"] - 1},
+    "more tokens": lambda h, rng: {**h, "num_tokens": h["num_tokens"] + 1},
+    "first token": lambda h, rng: {**h, "first_token": h["first_token"] ^ 1},
+    "model": lambda h, rng: _layout(h, model_hash="0" * 16),
+    "dtype": lambda h, rng: _layout(h, dtype="bf16"),
+    "block size": lambda h, rng: _layout(h, block_size=2 * h["layout"]["block_size"]),
+    "layers": lambda h, rng: _layout(h, layers=h["layout"]["layers"] + 1),
+    "kv heads": lambda h, rng: _layout(h, kv_heads=2 * h["layout"]["kv_heads"]),
+    "page format": lambda h, rng: _layout(h, page_format="other"),
+    "tp": lambda h, rng: {**_layout(h, tp=2), "addresses": h["addresses"] * 2},
+    "ranks": lambda h, rng: _layout(h, tp=1 << 20),
+    "no address": lambda h, rng: {**h, "addresses": []},
+    "dead address": lambda h, rng: {**h, "addresses": ["127.0.0.1:9"]},
+    "foreign host": lambda h, rng: {**h, "addresses": ["192.0.2.1:80"]},
+    "not an address": lambda h, rng: {**h, "addresses": ["../../etc/passwd"]},
+    "unknown key": lambda h, rng: {**h, "callback": "x"},
+    "missing key": lambda h, rng: {k: v for k, v in h.items() if k != "epoch"},
+    "not a map": lambda h, rng: {"handle": rng.randbytes(40)},
+}
+"""By the field that is wrong: a function of a good handle that makes it so."""
+
+
+def _layout(handle: Wire, **changed: Any) -> Wire:
+    return {**handle, "layout": {**handle["layout"], **changed}}
+
+
+@dataclass
+class _Trial:
+    deployment: Deployment
+    job: Job
+    expected: tuple[int, ...]
+    prefill: InstanceCaller
+    decodes: tuple[InstanceCaller, InstanceCaller]
+    rng: random.Random
+    counts: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    numbers: int = 0
+
+    def entry(self) -> Wire:
+        self.numbers += 1
+        job = self.job
+        return {
+            "id": f"trial-{self.numbers}",
+            "prompt": list(job.prompt),
+            "max_tokens": job.max_tokens,
+            "sampling": {"temperature": 0.0, "ignore_eos": True},
+        }
+
+    def prefilled(self) -> Wire:
+        """An entry for decode, with a good handle."""
+        entry = self.entry()
+        error = self.prefill.submit(entry)
+        if error is not None:
+            raise RuntimeError(f"prefill refused: {error}")
+        event = self.prefill.events(entry["id"], ("prefilled", "finished"))[-1]
+        return {**entry, "output": [event["token"]], "handle": event["handle"]}
+
+    def release(self, entry: Wire) -> None:
+        self.prefill.call("release", ids=[entry["id"]])
+
+    def decode(self, what: str, entry: Wire, refused: bool, at: int = 0) -> None:
+        """Has an entry decoded, and counts whether it was refused as it must be, or right as it must be."""
+        caller = self.decodes[at]
+        error = caller.submit(entry)
+        tokens = list(entry["output"])
+        if error is None:
+            for event in caller.events(entry["id"], ("finished",)):
+                tokens += event.get("tokens", [])
+                error = event.get("error") or error
+        if error is None and tokens == list(self.expected) and not refused:
+            self.counts["finished"] += 1
+        elif error is not None and tokens == entry["output"] and refused:
+            self.counts["refused"] += 1
+        else:
+            self.counts["lost"] += 1
+            self.notes.append(f"{what}: {error or f'{len(tokens)} tokens came'}")
+
+
+def bad_handles(name: str, deployment: Deployment, seed: int) -> Outcome:
+    """Every kind of bad handle, each between requests that must go through."""
+    rng = random.Random(seed)
+    job = Job(jobs(4, seed)[-1].prompt, 24)
+    expected = references(deployment, [job])[job]
+    url, owner = deployment.server.grpc_url, f"chaos-{os.getpid()}-{seed}"
+    with ExitStack() as stack:
+        callers = [
+            stack.enter_context(InstanceCaller(url, instance, owner))
+            for instance in ("prefill_0", "decode_0", "decode_1")
+        ]
+        trial = _Trial(deployment, job, expected, callers[0], (callers[1], callers[2]), rng)
+        trial.decode("a good handle", trial.prefilled(), refused=False)
+        _forged(trial)
+        _twice(trial)
+        _released(trial)
+        fault_s = _stale(trial)
+    aftermath = settle(deployment, recover(deployment, job, expected, fault_s))
+    return Outcome(name, seed, trial.counts, aftermath, trial.notes)
+
+
+def _forged(trial: _Trial) -> None:
+    for what, forge in FORGERIES.items():
+        good = trial.prefilled()
+        trial.decode(f"forged {what}", {**good, "handle": forge(good["handle"], trial.rng)}, refused=True)
+        trial.release(good)
+    mixed, other = trial.prefilled(), trial.prefilled()
+    swapped = {**mixed["handle"], "nonce": other["handle"]["nonce"]}
+    trial.decode("another request's nonce", {**mixed, "handle": swapped}, refused=True)
+    for entry in (mixed, other):
+        trial.release(entry)
+
+
+def _twice(trial: _Trial) -> None:
+    """One use, whether by the same instance or by two."""
+    good = trial.prefilled()
+    trial.decode("first use", good, refused=False)
+    trial.decode("second use", {**good, "id": f"{good['id']}-again"}, refused=True)
+    trial.decode("second use elsewhere", good, refused=True, at=1)
+
+
+def _released(trial: _Trial) -> None:
+    entry = trial.prefilled()
+    trial.release(entry)
+    time.sleep(0.2)  # a release is not waited for
+    trial.decode("released", entry, refused=True)
+
+
+def _stale(trial: _Trial) -> float:
+    """The handle's engine has died; another one has its name. Returns when."""
+    entry = trial.prefilled()
+    fault_s = time.monotonic()
+    send_signal(trial.deployment.engine("prefill_0"), signal.SIGKILL)
+    trial.decode("stale", entry, refused=True)
+    return fault_s
