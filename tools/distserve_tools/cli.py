@@ -17,6 +17,7 @@ COMMANDS = (
     Command("bench serve", "distserve_tools.load.bench_serve", "load a running server, or find its goodput"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),
     Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
+    Command("chaos", "distserve_tools.chaos.command", "break a deployment and count what becomes of requests"),
     Command("openai", "distserve_tools.openai_api.command", "OpenAI API in front of a running server"),
 )
 
