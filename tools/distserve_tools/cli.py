@@ -15,9 +15,14 @@ COMMANDS = (
     Command("bench engine", "distserve_tools.bench_engine", "this engine beside transformers and vLLM"),
     Command("bench executor", "distserve_tools.bench_executor", "plan and collectives of two ranks"),
     Command("bench serve", "distserve_tools.load.bench_serve", "load a running server, or find its goodput"),
+    Command(
+        "bench orchestrator",
+        "distserve_tools.testbed.bench_orchestrator",
+        "what the orchestrator costs, against instances that only replay tokens",
+    ),
+    Command("testbed", "distserve_tools.testbed.command", "disaggregated against colocated on two cores"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),
     Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
-    Command("chaos", "distserve_tools.chaos.command", "break a deployment and count what becomes of requests"),
     Command("openai", "distserve_tools.openai_api.command", "OpenAI API in front of a running server"),
 )
 

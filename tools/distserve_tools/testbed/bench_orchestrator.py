@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distserve.core.model_config import ModelConfig, resolve_model
+from distserve.core.parsing import ConfigError
 from distserve_planner.workload import Trace
 from distserve_tools.console import StepLines
 from distserve_tools.demo_model import DEMO_MODEL, ensure_demo_model
@@ -130,6 +131,12 @@ def _rising(
     out: list[OrchestratorLoad] = []
     for pace in paces:
         gap = max(1, round(args.streams / pace / GAP_UNIT_S))
+        if gap >= vocab:
+            lowest = args.streams / ((vocab - 1) * GAP_UNIT_S)
+            raise ConfigError(
+                f"--tokens-per-s={pace:g}: at least {lowest:.0f} for {args.streams} streams and this "
+                f"vocabulary of {vocab} tokens"
+            )
         tokens = max(2, round(args.seconds / (gap * GAP_UNIT_S)))
         jobs = [Job([gap, *range(20, 20 + PROMPT_TOKENS - 1)], tokens) for _ in range(args.streams)]
         offered = args.streams / (gap * GAP_UNIT_S)
