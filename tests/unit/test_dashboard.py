@@ -110,7 +110,10 @@ def test_legends_name_labels_that_are_left(dashboard: dict[str, Any]) -> None:
 def test_prometheus_configuration() -> None:
     config = yaml.safe_load(DATA.joinpath("prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
-    assert set(job) <= {"job_name", "metrics_path", "static_configs", "metric_relabel_configs"}
+    assert set(job) <= {
+        *("job_name", "metrics_path", "honor_labels", "static_configs", "metric_relabel_configs")
+    }
+    assert job["honor_labels"] is True  # or the label `instance` would be the target's address
     assert job["metrics_path"] == "/metrics"
     for group in job["static_configs"]:
         for target in group["targets"]:

@@ -22,6 +22,12 @@ COMMANDS = (
     ),
     Command("testbed", "distserve_tools.testbed.command", "disaggregated against colocated on two cores"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),
+    Command("health", "distserve_tools.health", "exit code 0 if a server takes requests"),
+    Command(
+        "monitoring",
+        "distserve_tools.monitoring",
+        "write Prometheus and Grafana configuration, dashboard included",
+    ),
     Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
     Command("openai", "distserve_tools.openai_api.command", "OpenAI API in front of a running server"),
 )
