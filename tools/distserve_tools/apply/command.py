@@ -1,0 +1,76 @@
+"""Makes a running server be what a placement file says: loads, attaches, drains and unloads instances.
+
+No request is lost, and both phases are served all the while. A failure half-way is rolled back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from distserve.core.model_config import ModelConfig, resolve_model
+from distserve_planner.machine_facts import this_machine
+from distserve_planner.placement_check import check_placement
+from distserve_planner.placement_file import Placement, read_placement
+from distserve_tools.apply.apply import Applier, ApplyError, Timeouts
+from distserve_tools.apply.lock import LockedError, exclusive
+from distserve_tools.apply.server import ServerError, TritonControl
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `distserve apply`."""
+    parser.add_argument("placement", type=Path, help="placement file that the server is to be")
+    parser.add_argument("--grpc", required=True, metavar="HOST:PORT", help="of the running server")
+    parser.add_argument(
+        "--model-repository", type=Path, required=True, metavar="FOLDER", help="that the server runs from"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the placement there once it is in force"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the steps and change nothing")
+    times = Timeouts()
+    parser.add_argument("--load-timeout", type=float, default=times.load_s, metavar="S", help="%(default)g")
+    parser.add_argument("--drain-timeout", type=float, default=times.drain_s, metavar="S", help="%(default)g")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: in force; 1: not, and everything is as before; 3: not, and rolling back failed too."""
+    file = read_placement(args.placement)
+    check_placement(file, ModelConfig.load(resolve_model(file.placement.model)), this_machine())
+    timeouts = Timeouts(load_s=args.load_timeout, drain_s=args.drain_timeout)
+    try:
+        with TritonControl(args.grpc) as server, exclusive(args.model_repository):
+            applier = Applier(server, args.model_repository, file.placement, timeouts, _say)
+            if args.dry_run:
+                steps = applier.steps()
+                sys.stdout.write("".join(f"{step}\n" for step in steps) or "nothing to change\n")
+                return 0
+            placement = applier.run()
+            if args.save is not None:
+                save_placement(args.save, placement)
+    except (LockedError, ServerError, ApplyError) as error:
+        sys.stderr.write(f"distserve apply: {error}\n")
+        return 3 if isinstance(error, ApplyError) and not error.rolled_back else 1
+    _say(f"in force: {', '.join(placement.names)}")
+    return 0
+
+
+def save_placement(path: Path, placement: Placement) -> None:
+    """Replaces the file in one go, so that a reader sees the old or the new text."""
+    descriptor, staging = tempfile.mkstemp(prefix=".new-", dir=path.resolve().parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(placement.dump())
+        os.chmod(staging, 0o644)
+        os.replace(staging, path)
+    except BaseException:
+        Path(staging).unlink(missing_ok=True)
+        raise
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
