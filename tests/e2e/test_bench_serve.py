@@ -74,5 +74,5 @@ def test_orchestrators_on_load_only_instances(orchestrators: int, zoo: Zoo, tmp_
         assert run["orchestrators"] == orchestrators
         assert run["tokens_per_s"] == pytest.approx(1000, rel=0.6)
         assert run["cpu_us_per_token"]["orchestrator"] > 0
-        assert run["age_s"]["p50"] > 0
+        assert run["age_s"]["p50"] >= 0
     assert (ids["text"], text["text"]) == (False, True)
