@@ -21,6 +21,7 @@ COMMANDS = (
         "what the orchestrator costs, against instances that only replay tokens",
     ),
     Command("testbed", "distserve_tools.testbed.command", "disaggregated against colocated on two cores"),
+    Command("apply", "distserve_tools.apply.command", "make a running server be another placement"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),
     Command("health", "distserve_tools.health", "exit code 0 if a server takes requests"),
     Command(
