@@ -1,0 +1,104 @@
+"""A static plan, an autoscaler and the watch over the same table of rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distserve.core.parsing import ConfigError
+from distserve.core.shapes import Shape
+from distserve_planner.search.candidates import shapes
+from distserve_planner.search.deployment import Deployment, Group
+from distserve_planner.search.problem import Problem
+from distserve_planner.watch.choose import Choice, Probe, fewest_devices
+from distserve_planner.watch.decision import SwitchRule
+from distserve_planner.watch.drift import DriftRule
+from distserve_planner.watch.policies import Autoscaler, Policy, Static, Watching, times
+from distserve_planner.watch.replay import GRID, Rates, Result, SteadyStates, run_policy
+from distserve_planner.watch.watcher import Watcher
+
+_MOST_STEPS = 200
+
+
+def compare(
+    states: SteadyStates, rates: Rates, mix_of: Sequence[int], drift: DriftRule, switch: SwitchRule
+) -> list[Result]:
+    """Each policy over the whole table. The first mix and the first rate are what all begin with.
+
+    Raises `ConfigError` if the cluster cannot bear the peak.
+    """
+    peak = float(rates.rate_rps.max())
+    begin = _planned(states, mix_of[0], float(rates.rate_rps[0]) * (1 + switch.headroom_up))
+    unit = _unit(begin.deployment)
+    problem = states.problem(mix_of[0])
+    most = problem.cluster.num_devices // unit.devices
+    capacity = _capacity(states, mix_of[0], unit)
+    count = max(1, begin.deployment.devices // unit.devices)
+    # the replay's window is its step
+    rule = replace(drift, window_s=rates.step_s)
+    policies: list[Policy] = [
+        Static(_for_the_peak(states, sorted(set(mix_of)), peak)),
+        Autoscaler(unit, capacity, count, most, switch.load_s),
+        Watching(
+            Watcher(problem, begin.deployment, rule, switch, True, float(rates.start_s[0]), states.plan)
+        ),
+    ]
+    return [run_policy(policy, rates, mix_of, states) for policy in policies]
+
+
+def probe_of(states: SteadyStates, mix: int) -> Probe:
+    return lambda deployment, rate: states.at(mix, deployment, rate).verdict
+
+
+def _planned(states: SteadyStates, mix: int, rate: float) -> Choice:
+    problem = states.problem(mix)
+    choice = fewest_devices(problem, smallest(problem), rate, probe_of(states, mix))
+    if choice is None or not choice.meets:
+        raise ConfigError(
+            f"rate={rate:.3g}: {problem.cluster.num_devices} devices cannot bear it; add some or scale the "
+            "rates down (--peak-rate)"
+        )
+    return choice
+
+
+def smallest(problem: Problem) -> Deployment:
+    """One instance of each phase with the fewest devices that hold the model: where a search begins."""
+    least = min(shapes(problem).fitting, key=lambda shape: (shape.ranks, shape.pp))
+    return Deployment("high", Group(Shape(least.tp, least.pp)), Group(Shape(least.tp, least.pp)))
+
+
+def _for_the_peak(states: SteadyStates, mixes: Sequence[int], peak: float) -> Deployment:
+    """The plan of the hardest mix, enlarged until it meets the peak of each."""
+    plans = [_planned(states, mix, peak).deployment for mix in mixes]
+    deployment = max(plans, key=lambda d: d.devices)
+    for _ in range(_MOST_STEPS):
+        verdicts = [states.at(mix, deployment, peak).verdict for mix in mixes]
+        worst = min(verdicts, key=lambda v: v.attainment.both)
+        if all(v.meets for v in verdicts):
+            return deployment
+        if deployment.prefill is None or deployment.decode is None:
+            deployment = deployment.with_units(deployment.units + 1)
+        else:
+            first = worst.attainment.missed(states.problem(mixes[0]).slo) == "TTFT"
+            n, m = deployment.prefill.count, deployment.decode.count
+            deployment = deployment.with_counts(n + first, m + (not first))
+        if deployment.devices > states.problem(mixes[0]).cluster.num_devices:
+            break
+    raise ConfigError(f"rate={peak:.3g}: no placement of this cluster meets it under every mix")
+
+
+def _unit(deployment: Deployment) -> Deployment:
+    """The ratio that was planned, in the smallest numbers."""
+    if deployment.prefill is None or deployment.decode is None:
+        return deployment.with_units(1)
+    n, m = deployment.prefill.count, deployment.decode.count
+    small = min(n, m)
+    return deployment.with_counts(max(1, round(n / small)), max(1, round(m / small)))
+
+
+def _capacity(states: SteadyStates, mix: int, unit: Deployment) -> float:
+    """Goodput of a unit under the mix that it was planned for, on the grid."""
+    rate = 0.1
+    while states.at(mix, times(unit, 1), rate * (1 + GRID)).verdict.meets:
+        rate *= 1 + GRID
+    return rate

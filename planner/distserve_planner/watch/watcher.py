@@ -1,0 +1,197 @@
+"""The watch itself: takes requests as they end, and says window by window what should be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from distserve_planner.search.deployment import Deployment
+from distserve_planner.search.problem import Problem
+from distserve_planner.watch.choose import (
+    Choice,
+    Probe,
+    best_on_devices,
+    fewest_devices,
+    recent_problem,
+    simulated,
+)
+from distserve_planner.watch.decision import Comparison, Decision, SwitchRule, decide, switch_cost
+from distserve_planner.watch.drift import DriftRule, Evidence, drift
+from distserve_planner.watch.history import History, Profile, profile
+from distserve_planner.workload.trace import Trace
+
+Plan = Callable[[Trace], tuple[Problem, Probe]]
+"""From the latest requests to what is searched, and how a deployment is tried on it."""
+
+_FEWEST = 200  # requests to plan from; fewer only if there are not more
+_TREND_WINDOWS = 5
+_TREND_Z = 2.0
+_FOLLOW_WINDOWS = 10  # after an alarm the rate is followed for so long without another
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the watch found at a moment: why it looked, what it compared, what it decided.
+
+    rate_rps: expected until a change would be in force. Attainments are of the simulation on the latest
+    requests, at the rate with the head room that the decision asks for.
+    """
+
+    at_s: float
+    evidence: tuple[Evidence, ...]
+    before: Profile
+    latest: Profile
+    rate_rps: float
+    present: Deployment
+    wanted: Deployment
+    comparison: Comparison
+    decision: Decision
+    tried: int
+
+    @property
+    def change(self) -> bool:
+        return self.decision.change
+
+
+class Watcher:
+    """Watches one server.
+
+    problem: with the objectives and the cluster; its requests are replaced by the latest. present: what
+    serves. elastic: the number of devices may change; otherwise the present ones are used in the best way.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        present: Deployment,
+        drift_rule: DriftRule,
+        switch_rule: SwitchRule,
+        elastic: bool,
+        start_s: float = 0.0,
+        plan: Plan | None = None,
+    ) -> None:
+        self.problem, self.present = problem, present
+        self._drift, self._switch, self._elastic = drift_rule, switch_rule, elastic
+        self._plan = plan or self._fitted
+        self._history = History.empty()
+        self._reference_s = start_s  # where the reference period begins
+        self._changed_s = start_s
+        self._follow_until_s = start_s
+        self._retry_s: float | None = None
+        self._planned_rps: float | None = None
+
+    def observe(self, requests: History) -> None:
+        """Requests that have ended since the last call."""
+        self._history = self._history.followed_by(requests)
+
+    def look(self, now_s: float) -> Advice | None:
+        """To be called at the end of each window; None: nothing to say. After a change call `changed`."""
+        rule = self._drift
+        self._trim(now_s)
+        end_s = self._reference_s + rule.reference * rule.window_s
+        evidence = drift(self._history, (self._reference_s, end_s), now_s, rule)
+        if evidence:
+            self._follow_until_s = now_s + _FOLLOW_WINDOWS * rule.window_s
+        elif not self._due(now_s):
+            return None
+        latest_s = self._latest_s(evidence, now_s)
+        if not len(self._history.between(now_s - latest_s, now_s).served):
+            return None
+        advice = self._advise(tuple(evidence), now_s, latest_s)
+        self._retry_s = None if advice.decision.retry_s is None else now_s + advice.decision.retry_s
+        self._planned_rps = advice.rate_rps
+        if evidence:
+            self._reference_s = max(self._reference_s, now_s - min(e.latest_s for e in evidence))
+        return advice
+
+    def changed(self, present: Deployment, now_s: float) -> None:
+        """Another placement is in force: queues have another length now, so a new reference begins."""
+        self.present = present
+        self._changed_s = self._reference_s = now_s
+
+    def _due(self, now_s: float) -> bool:
+        """Without an alarm: a saving that had to wait, or a rate that goes on changing after one."""
+        if self._retry_s is not None and now_s >= self._retry_s:
+            return True
+        if now_s > self._follow_until_s or self._planned_rps is None:
+            return False
+        expected = self._expected_rps(now_s)
+        return abs(expected / self._planned_rps - 1) > self._switch.headroom_up / 2
+
+    def _trim(self, now_s: float) -> None:
+        keep = max(self._drift.scales) + self._drift.reference
+        oldest = min(self._reference_s, now_s - keep * self._drift.window_s)
+        self._history = self._history.between(oldest, float("inf"))
+
+    def _latest_s(self, evidence: list[Evidence], now_s: float) -> float:
+        """The shortest period that drifted, but with enough requests to plan from."""
+        windows = min((e.latest_s for e in evidence), default=self._drift.window_s) / self._drift.window_s
+        while (
+            windows < max(self._drift.scales)
+            and len(self._history.between(now_s - windows * self._drift.window_s, now_s)) < _FEWEST
+        ):
+            windows += 1
+        return windows * self._drift.window_s
+
+    def _expected_rps(self, now_s: float) -> float:
+        """The rate until a change would be in force: never below the mean or the last window, above if it
+        clearly rises."""
+        window_s = self._drift.window_s
+        edges = now_s - window_s * np.arange(_TREND_WINDOWS, -1, -1)
+        rates = np.histogram(self._history.arrival_s, edges)[0] / window_s
+        x = np.arange(_TREND_WINDOWS) - (_TREND_WINDOWS - 1) / 2
+        slope = float(x @ rates / (x @ x))
+        left = rates - rates.mean() - slope * x
+        error = sqrt(max(float(left @ left) / (_TREND_WINDOWS - 2), rates.mean() / window_s) / float(x @ x))
+        ahead = (self._switch.load_s + window_s) / window_s + (_TREND_WINDOWS - 1) / 2
+        forecast = float(rates.mean()) + slope * ahead if slope > _TREND_Z * error else 0.0
+        return max(float(rates.mean()), float(rates[-1]), forecast, 1e-6)
+
+    def _fitted(self, recent: Trace) -> tuple[Problem, Probe]:
+        problem = recent_problem(self.problem, recent)
+        return problem, simulated(problem)
+
+    def _advise(self, evidence: tuple[Evidence, ...], now_s: float, latest_s: float) -> Advice:
+        recent = self._history.between(now_s - latest_s, now_s)
+        problem, run = self._plan(recent.trace())
+        rate, rule = self._expected_rps(now_s), self._switch
+        up, down = rate * (1 + rule.headroom_up), rate * (1 + rule.headroom_down)
+        now = run(self.present, up)
+        choice: Choice | None = None
+        if not now.meets:
+            find = fewest_devices if self._elastic else best_on_devices
+            choice = find(problem, self.present, up, run)
+        elif self._elastic and self.present.devices > 1:
+            choice = fewest_devices(problem, self.present, down, run, self.present.devices - 1)
+        wanted = choice.deployment if choice is not None else self.present
+        switch = switch_cost(self.present, wanted, problem.cluster.num_devices, rule)
+        at = run(wanted, up).attainment.both
+        smaller = wanted.devices < self.present.devices
+        # a verdict allows for the interval of a short simulation, and so must the comparison
+        held = max(now.attainment.both, problem.slo.attainment) if now.meets else now.attainment.both
+        seen = Comparison(
+            problem.slo.attainment,
+            held,
+            at,
+            run(switch.during, rate).attainment.both if switch.during is not None else now.attainment.both,
+            self.present.devices,
+            wanted.devices,
+            switch,
+            now_s - self._changed_s,
+            run(wanted, down).attainment.both if smaller else None,
+        )
+        return Advice(
+            now_s,
+            evidence,
+            profile(self._history, self._reference_s, max(self._reference_s + 1.0, now_s - latest_s)),
+            profile(self._history, now_s - latest_s, now_s),
+            rate,
+            self.present,
+            wanted,
+            seen,
+            decide(seen, rule),
+            choice.tried if choice is not None else 0,
+        )
