@@ -72,6 +72,7 @@ def values(plan: ContainerPlan, settings: Settings) -> dict[str, Any]:
         "drainSeconds": settings.drain_s,
         "podDisruptionBudget": {"maxUnavailable": 1},
         "networkPolicy": {"enabled": True, "clients": []},
+        "podMonitor": {"enabled": False},
         "service": {"type": "ClusterIP", "annotations": {}},
         "clusterDomain": "cluster.local",
         "env": [],
