@@ -24,6 +24,7 @@ from distserve_tools.testbed.comparison import pairs, repeat_noise
 from distserve_tools.testbed.plan import RANDOM_MODEL, TestbedPlan
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
+from distserve_tools.testbed.transfer_rates import rates_table, transfer_rates
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
 
 PROFILE_TIMEOUT_S = 3600.0
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     except START_ERRORS as error:
         sys.stderr.write(f"distserve testbed: {error}\n")
         return 1
-    _write(campaigns, args.output, lines.say)
+    rates = rates_table(transfer_rates(campaigns[0].profile.model))
+    _write(campaigns, "## KV transfer\n\n" + rates + "\n", args.output, lines.say)
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
 
@@ -118,7 +120,7 @@ def _profile(
     return Profile.load(path)
 
 
-def _write(campaigns: list[Campaign], folder: Path, say: Callable[[str], None]) -> None:
+def _write(campaigns: list[Campaign], transfer: str, folder: Path, say: Callable[[str], None]) -> None:
     from distserve_tools.testbed.figures import draw
 
     texts, figures = [], []
@@ -128,6 +130,7 @@ def _write(campaigns: list[Campaign], folder: Path, say: Callable[[str], None]) 
         prefix = f"{_slug(campaign.model)}-{campaign.workload.label}"
         figures += draw(campaign, folder / "figures", prefix)
         document["campaigns"].append(_to_dict(campaign))
+    texts.append(transfer)
     (folder / "results.json").write_text(json.dumps(document))
     (folder / "report.md").write_text("\n".join(texts))
     sys.stdout.write("\n".join(texts))

@@ -11,6 +11,7 @@ from distserve_tools.load.record import STAGES
 from distserve_tools.testbed.campaign import Campaign
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import PARTS
+from distserve_tools.testbed.engine_counters import loop_share
 from distserve_tools.testbed.runs import Run
 
 TARGETS = (0.9, 0.99)
@@ -195,6 +196,7 @@ def _cpu(campaign: Campaign) -> str:
         "run",
         *(f"{part} (cores)" for part in PARTS),
         "other processes (cores)",
+        "engine loop outside the model",
         "beside engines per token",
         "generator lag P99",
     ]
@@ -208,6 +210,7 @@ def _cpu_row(run: Run) -> list[str]:
         f"{run.system} {run.rate_rps:g}/s",
         *(f"{run.cpu.parts[part] / wall:.2f}" for part in PARTS),
         f"{run.cpu.others / wall:.2f}",
+        " / ".join(f"{loop_share(counted):.1%}" for counted in run.engines.values()) or "-",
         f"{1e6 * per_token:.0f} us",
         seconds(run.lag_p99_s),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from distserve_planner.workload import Trace
 from distserve_tools.load.generator import make_jobs, run_open_loop
 from distserve_tools.load.record import STAGES, Record
 from distserve_tools.testbed.cpu_account import CpuSeconds, processor_time
+from distserve_tools.testbed.engine_counters import counted_since
 from distserve_tools.testbed.prediction import Predicted
 from distserve_tools.testbed.systems import Served
 
@@ -30,8 +31,8 @@ class Run:
     trace: Trace
     records: Sequence[Record]
     cpu: CpuSeconds
+    engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # counters, by instance
     predicted: Predicted | None = None
-    notes: list[str] = field(default_factory=list)
 
     def attainment(self, slo: Slo) -> float:
         """Failed requests are misses."""
@@ -66,6 +67,7 @@ class Run:
             "rate_rps": self.rate_rps,
             "repeat": self.repeat,
             "generator_lag_p99_s": self.lag_p99_s,
+            "engines": self.engines,
             "cpu_s": {**self.cpu.parts, "other processes": self.cpu.others, "wall": self.cpu.wall},
             "requests": requests,
         }
@@ -77,6 +79,8 @@ def run_once(
     """`everybody`: all systems that are up; what the idle ones take counts, too."""
     pids = [pid for other in everybody for pid in other.pids]
     jobs = make_jobs(trace, vocab, repeat)
-    before = processor_time(pids)
+    counters, before = system.counters(), processor_time(pids)
     records = asyncio.run(run_open_loop(lambda start: system.target(start, TIMEOUT_S), trace, jobs))
-    return Run(system.name, rate_rps, repeat, trace, records, processor_time(pids).since(before))
+    cpu = processor_time(pids).since(before)
+    engines = counted_since(system.counters(), counters)
+    return Run(system.name, rate_rps, repeat, trace, records, cpu, engines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from distserve_tools.launch import ServerOptions, TritonServer
 from distserve_tools.load.target import Target
 from distserve_tools.load.triton_target import TritonTarget
 from distserve_tools.readiness import probe, wait_until_serving
+from distserve_tools.testbed.engine_counters import Counters, engine_counters
 
 DISAGGREGATED, PREFILL_FIRST, CHUNKED = "disaggregated", "prefill_first", "chunked_prefill"
 SYSTEMS = (DISAGGREGATED, PREFILL_FIRST, CHUNKED)
@@ -44,6 +46,7 @@ class Served:
     pids: tuple[int, ...]  # of its servers, for the account of processor time
     target: Callable[[float, float], Target]  # start of the run, seconds per request
     blocks: int  # of KV in each instance; 0 if not known
+    counters: Callable[[], Counters]  # of its engines; empty if they tell none
 
 
 def cores() -> tuple[int, int]:
@@ -96,7 +99,9 @@ def serving(
                 status = wait_until_serving(client, _READY_S)
                 probe(client)
             blocks = min(int(entry["blocks_total"]) for entry in status["instances"])
-            served[name] = Served(name, (server.pid,), _triton(server.grpc_url), blocks)
+            names_of = tuple(str(entry["instance"]) for entry in status["instances"])
+            counters = functools.partial(engine_counters, server.grpc_url, names_of)
+            served[name] = Served(name, (server.pid,), _triton(server.grpc_url), blocks, counters)
         yield served
 
 

@@ -20,7 +20,7 @@ from distserve_tools.testbed.systems import EngineLimits, Served, cores
 
 VLLM = "vllm"
 NAME = "model"
-_START_S = 400.0
+_START_S = 900.0  # torch.compile, on one core each
 _STOP_S = 20.0
 
 
@@ -48,6 +48,7 @@ def vllm_serving(
             tuple(server.pid for server in servers),
             lambda start_s, timeout_s: OpenAITarget(urls, NAME, start_s, timeout_s),
             0,
+            dict,
         )
 
 
