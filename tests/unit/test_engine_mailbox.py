@@ -212,3 +212,12 @@ def test_a_stub_that_is_gone_or_mad_stops_the_engine(garbage: bytes) -> None:
     assert "connection to the stub" in (rig.inbox.stopped or "")
     rig.mailbox.close(0.5)
     rig.connection.close()
+
+
+def test_what_no_one_thought_of_costs_its_call_only(rig: Rig) -> None:
+    """Here: a status that can't be made."""
+    rig.mailbox._status = lambda load: {}["gone"]
+    with pytest.raises(ServingError, match="KeyError") as caught:
+        rig.call("status")
+    assert caught.value.code == "INTERNAL"
+    assert rig.submit("a") == [{"id": "a", "ok": True}]

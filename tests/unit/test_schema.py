@@ -98,3 +98,9 @@ def test_a_frame_beyond_the_limit_is_not_read() -> None:
         ours.sendall(struct.pack("<I", 2**31))
         with pytest.raises(ValueError, match="allowed are"):
             read_frame(theirs)
+
+
+@pytest.mark.parametrize("data", [b"\x81\x90\x01", b"\x81\x80\x01"])
+def test_maps_with_keys_that_python_cannot_hash_are_refused(data: bytes) -> None:
+    with pytest.raises(ServingError, match="not msgpack"):
+        decode(data)

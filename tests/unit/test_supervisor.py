@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distserve.serving.schema import ServingError, decode_reply, encode
+from distserve.serving.schema import MAX_MESSAGE_BYTES, ServingError, decode_reply, encode
 from distserve.serving.supervisor import Supervisor, SupervisorTimes
 
 # Answers each call with its own payload; some payloads are orders.
@@ -152,3 +152,13 @@ def test_stop_ends_the_process_and_answers_everybody(tmp_path: Path) -> None:
         assert failure(call(supervisor, b"x")).code == "UNAVAILABLE"
         with pytest.raises(ProcessLookupError):
             os.kill(pid or 0, 0)
+
+
+def test_a_message_above_the_limit_does_not_reach_the_engine(tmp_path: Path) -> None:
+    with supervised(tmp_path) as supervisor:
+        pid = supervisor.pid
+        with pytest.raises(ServingError, match="bytes, allowed are") as caught:
+            decode_reply(call(supervisor, bytes(MAX_MESSAGE_BYTES + 1)).get(timeout=10))
+        assert caught.value.code == "INVALID_ARGUMENT"
+        assert decode_reply(call(supervisor, encode({"ok": True})).get(timeout=10))["ok"]
+        assert supervisor.pid == pid

@@ -7,6 +7,7 @@ All state of the owners belongs to this thread. The loop thread hands over event
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import threading
@@ -24,6 +25,7 @@ from distserve.engine.requests import Event, Owner
 from distserve.engine.status import Load
 from distserve.serving.schema import ServingError, decode, error_reply, ok_reply
 
+_LOG = logging.getLogger(__name__)
 MAX_IDS = 1 << 16
 MAX_OWNER_CHARS = 256
 
@@ -142,6 +144,9 @@ class Mailbox:
             reply = self._call(call_id, decode(payload))
         except ServingError as error:
             reply = error_reply(error)
+        except Exception as error:  # a mistake of ours that one call has found must not cost all requests
+            _LOG.exception("a call could not be answered")
+            reply = error_reply(ServingError("INTERNAL", repr(error)))
         if reply is not None:
             self._connection.send(call_id, reply)
 

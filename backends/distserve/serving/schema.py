@@ -219,7 +219,11 @@ def decode(data: bytes) -> dict[str, Any]:
         )
     try:
         message = msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        msgpack.UnpackException,
+    ) as error:  # TypeError: a map with a list for a key
         raise ServingError("INVALID_ARGUMENT", f"message is not msgpack: {error}") from error
     if not isinstance(message, dict):
         raise ServingError("INVALID_ARGUMENT", f"message is a {type(message).__name__}, expected a map")

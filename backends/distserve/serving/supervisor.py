@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from distserve.serving import die_with_parent
 from distserve.serving.frames import CONTROL_CALL, pack_frame, read_frame
-from distserve.serving.schema import ServingError, decode_reply, error_reply
+from distserve.serving.schema import MAX_MESSAGE_BYTES, ServingError, decode_reply, error_reply
 
 _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -105,6 +105,10 @@ class Supervisor:
 
     def call(self, payload: bytes, reply: Reply) -> None:
         """Send a call; ``reply`` gets the answer, or an error reply, exactly once and from any thread."""
+        if len(payload) > MAX_MESSAGE_BYTES:  # the engine would take the frame for a broken connection
+            message = f"message of {len(payload)} bytes, allowed are {MAX_MESSAGE_BYTES}"
+            reply(error_reply(ServingError("INVALID_ARGUMENT", message)))
+            return
         call_id = next(self._ids)
         with self._lock:
             sock, process, reason = self._sock, self._process, self._reason
