@@ -1,4 +1,4 @@
-"""Handles that are stale, forged, used twice or meant for another, sent straight to a decode instance."""
+"""Handles that are stale, forged, used twice or meant for another, and garbage, straight to an instance."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from distserve.serving.schema import MAX_MESSAGE_BYTES, ServingError, decode_reply, encode
 from distserve_tools.chaos.caller import InstanceCaller
 from distserve_tools.chaos.deployment import Deployment, send_signal
 from distserve_tools.chaos.invariants import recover, settle
@@ -47,6 +48,16 @@ FORGERIES: Mapping[str, Callable[[Wire, random.Random], Wire]] = {
     "not a map": lambda h, rng: {"handle": rng.randbytes(40)},
 }
 """By the field that is wrong: a function of a good handle that makes it so."""
+
+GARBAGE = (
+    b"",
+    b"\x81\x90\x01",  # a map with a list for a key
+    b"\xdd\xff\xff\xff\xff",  # a list of 4 billion
+    b"\x91" * 5000,  # lists in lists
+    b"\xc7\x0c\xff" + b"\xff" * 12,  # a moment that does not exist
+    b"cos\nsystem\n(S'true'\ntR.",  # a pickle
+    bytes(MAX_MESSAGE_BYTES + 1),
+)
 
 
 def _layout(handle: Wire, **changed: Any) -> Wire:
@@ -118,6 +129,7 @@ def bad_handles(name: str, deployment: Deployment, seed: int) -> Outcome:
         ]
         trial = _Trial(deployment, job, expected, callers[0], (callers[1], callers[2]), rng)
         trial.decode("a good handle", trial.prefilled(), refused=False)
+        _garbage(trial)
         _forged(trial)
         _twice(trial)
         _released(trial)
@@ -136,6 +148,27 @@ def _forged(trial: _Trial) -> None:
     trial.decode("another request's nonce", {**mixed, "handle": swapped}, refused=True)
     for entry in (mixed, other):
         trial.release(entry)
+
+
+def _garbage(trial: _Trial) -> None:
+    """Messages that are none: refused with a reason, and the engine lives."""
+    caller = trial.decodes[0]
+    epoch = caller.call("status")["epoch"]
+    good = encode({"op": "submit", "owner": "x", "epoch": 1, "requests": []})
+    messages = [*GARBAGE, *(trial.rng.randbytes(trial.rng.randrange(1, 200)) for _ in range(20))]
+    messages += [good[: trial.rng.randrange(1, len(good))] for _ in range(5)]
+    messages += [encode({"op": "status", "v": 2}), encode({"op": "submit", "owner": "x", "epoch": 1})]
+    for message in messages:
+        code = "no error"
+        try:
+            decode_reply(caller.raw(message))
+        except ServingError as error:
+            code = error.code
+        trial.counts["refused" if code == "INVALID_ARGUMENT" else "lost"] += 1
+        if code != "INVALID_ARGUMENT":
+            trial.notes.append(f"message {message[:20]!r}: {code}")
+    if caller.call("status")["epoch"] != epoch:
+        trial.notes.append("the engine has been started again")
 
 
 def _twice(trial: _Trial) -> None:
