@@ -69,7 +69,7 @@ def unit(prefill: Shape, decode: Shape, segments: int = 1) -> Deployment:
 
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
-    return search(problem(), Objective(), jobs=1)
+    return search(problem(devices=3), Objective(), jobs=1)
 
 
 def test_every_family_is_tried_and_explained(found: SearchResult) -> None:
@@ -97,7 +97,7 @@ def test_winner_is_validated_jointly_and_confirmed_by_a_long_run(found: SearchRe
 
 
 def test_result_does_not_depend_on_the_number_of_processes(found: SearchResult) -> None:
-    again = search(problem(), Objective(), jobs=2)
+    again = search(problem(devices=3), Objective(), jobs=2)
     assert again.winner.deployment == found.winner.deployment
     assert again.winner.score == found.winner.score
 
@@ -151,10 +151,10 @@ def test_algorithm_1_replicates_each_phase_for_the_rate() -> None:
 
 
 def test_least_devices_meets_the_rate_with_both_objectives() -> None:
-    given = problem(devices=8, slo=Slo(0.4, 0.1))
+    given = replace(problem(devices=6), families=("high", "low", "prefill_first"))
     result = search(given, Objective("least-devices", 5.0), jobs=1)
     devices = result.winner.deployment.devices
-    assert devices < 8
+    assert devices < 6
     entry = result.winner.entry
     assert entry is not None
     assert entry.rate == 5.0
@@ -257,11 +257,11 @@ def test_what_cannot_work_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match="rate=-1: must be above 0"):
         Objective("least-devices", -1)
     with pytest.raises(ConfigError, match="rate=500"):
-        search(problem(), Objective("least-devices", 500.0), jobs=1)
+        search(replace(problem(), families=("low",)), Objective("least-devices", 500.0), jobs=1)
 
 
 def test_winner_becomes_a_placement_that_is_sound(found: SearchResult) -> None:
-    text = placement_of(problem(), found, "some/folder", "sharegpt").dump()
+    text = placement_of(problem(devices=3), found, "some/folder", "sharegpt").dump()
     file = parse_placement(text)
     check_placement(file)
     assert len(file.placement.instances) == len(found.placed)
