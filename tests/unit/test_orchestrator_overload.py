@@ -191,8 +191,19 @@ def test_pace_of_one_size_makes_no_claim_about_others() -> None:
         pace.note(1, 10, 0.02)
     assert pace.seconds(4000) == pytest.approx(0.02)
     assert pace.rate(512) == pytest.approx(512 / 0.02)
-    pace.note(4, 2000, 1.0)
+    for _ in range(3):
+        pace.note(4, 2000, 1.0)
     assert pace.seconds(500) == pytest.approx(0.25, rel=0.05)
+
+
+@pytest.mark.parametrize("usual", [1, 2, 8])
+def test_slow_first_steps_do_not_spoil_the_pace(usual: int) -> None:
+    pace = PrefillPace()
+    pace.note(1, 200, 5.0)
+    for n in range(usual):
+        pace.note(1, 200 + 100 * (n % 3), 0.01 + 0.0002 * (200 + 100 * (n % 3)))
+    assert pace.seconds(300) < 0.1
+    assert pace.rate(512) > 4000
 
 
 def test_drain_rate_needs_a_queue_that_stays_filled() -> None:

@@ -12,6 +12,7 @@ from distserve.serving.session import Session
 
 _RECENT_S = 30.0
 _KEEP = 0.9
+_SAFE_SHARE = 0.8  # of a limit; what is expected right at it would be late every other time
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Forecaster:
         return Forecast(waited_s + ahead / rate + own_s, ahead, rate)
 
     def check(self, session: Session, ttft_limit_s: float | None, now: float) -> None:
-        """Raises `ServingError` (RESOURCE_EXHAUSTED) if the session will not be in time.
+        """Raises `ServingError` (RESOURCE_EXHAUSTED) if the session is not going to be in time.
 
         The limit of its first token is `ttft_limit_s`, that of its last one its deadline; of the tokens
         after the first only those count that are sure to come.
@@ -67,12 +68,12 @@ class Forecaster:
         expected = self.forecast(session, now)
         if expected is None:
             return
-        if ttft_limit_s is not None and expected.ttft_s > ttft_limit_s:
+        if ttft_limit_s is not None and expected.ttft_s > _SAFE_SHARE * ttft_limit_s:
             raise _unreachable(f"the first token in {ttft_limit_s:g} s", expected)
         recent = self._noted_s is not None and now - self._noted_s <= _RECENT_S
         end_s = expected.ttft_s + (self._tpot_s * (session.certain_tokens - 1) if recent else 0.0)
         allowed_s = session.deadline_s - session.times.arrival_s
-        if end_s > allowed_s:
+        if end_s > _SAFE_SHARE * allowed_s:
             raise _unreachable(f"the end in {allowed_s:g} s, expected after {end_s:.2f} s", expected)
 
 

@@ -3,54 +3,56 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
+from itertools import permutations
+from statistics import median_low
 
-_KEEP = 0.98  # weight of a step after the next one
-_SPREAD = 0.02  # least relative variance of batch sizes from which a slope can be told
+_SAMPLES = 32
+_SPREAD = 1.2  # least ratio of two batch sizes that says something of the share per token
 
 
 class PrefillPace:
-    """Seconds of a prefill step as a constant and a share per token, by least squares over recent steps.
+    """Seconds of a prefill step as a constant and a share per token, fitted to the last steps.
 
-    While all steps had about the same size the share per token can't be told and counts as zero: a
-    forecast may be too good then, never too bad.
+    By medians (Theil and Sen's slope), so that a few steps that took long for another reason, as the first
+    ones of an engine do, count for nothing. While all steps had about the same size the share per token
+    can't be told and counts as zero: a forecast may be too good then, never too bad.
     """
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)  # tokens, seconds
+        self._fitted: tuple[float, float] | None = None
 
     def note(self, steps: int, tokens: int, seconds: float) -> None:
         """So many more steps have been taken, with so many tokens in all."""
-        if steps < 1 or seconds < 0:
-            return
-        keep, x, y = _KEEP**steps, tokens / steps, seconds / steps
-        self._weight = keep * self._weight + steps
-        self._x = keep * self._x + steps * x
-        self._y = keep * self._y + steps * y
-        self._xx = keep * self._xx + steps * x * x
-        self._xy = keep * self._xy + steps * x * y
+        if steps >= 1 and tokens >= 1 and seconds >= 0:
+            self._steps.append((tokens / steps, seconds / steps))
+            self._fitted = None
 
     @property
     def known(self) -> bool:
-        return self._weight > 0
+        return bool(self._steps)
 
     def seconds(self, tokens: float) -> float:
         """Of a step with so many tokens. Only if `known`."""
-        constant, share = self._fit()
+        if self._fitted is None:
+            self._fitted = _fit(self._steps)
+        constant, share = self._fitted
         return constant + share * tokens
 
     def rate(self, batch_tokens: float) -> float:
         """Tokens per second at batches of about `batch_tokens`, or of the usual size if that is more."""
-        tokens = max(batch_tokens, self._x / self._weight)
+        tokens = max(batch_tokens, median_low(tokens for tokens, _ in self._steps))
         return tokens / max(self.seconds(tokens), 1e-9)
 
-    def _fit(self) -> tuple[float, float]:
-        x, y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - x * x
-        if variance <= _SPREAD * x * x:
-            return y, 0.0
-        share = (self._xy / self._weight - x * y) / variance
-        share = min(max(share, 0.0), y / x)
-        return y - share * x, share
+
+def _fit(steps: Collection[tuple[float, float]]) -> tuple[float, float]:
+    """Constant and slope, neither below zero."""
+    pairs = [(small, large) for small, large in permutations(steps, 2) if large[0] > _SPREAD * small[0]]
+    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs]
+    share = max(0.0, median_low(slopes)) if slopes else 0.0
+    constant = median_low(y - share * x for x, y in steps)
+    return (constant, share) if constant >= 0 else (0.0, median_low(y / x for x, y in steps))
 
 
 class DrainRate:
