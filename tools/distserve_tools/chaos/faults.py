@@ -17,7 +17,8 @@ from distserve_tools.processes import ProcessId
 
 STREAMS = 20
 ROUNDS = 2  # requests of each client, so that some come while the part is gone
-_FAULT_WINDOW_S = 0.2
+OUTPUT_TOKENS = 300  # long enough to be under way when the fault comes
+_FAULT_WINDOW_S = 0.1
 _WORK_S = 10.0
 
 Part = Literal["engine", "stub", "rank"]
@@ -75,7 +76,7 @@ class _Load:
 
     def __init__(self, deployment: Deployment, seed: int) -> None:
         self._deployment, self._seed, self._rng = deployment, seed, random.Random(seed)
-        self._jobs = jobs(STREAMS * ROUNDS, seed)
+        self._jobs = jobs(STREAMS * ROUNDS, seed, OUTPUT_TOKENS)
         self._expected = references(deployment, self._jobs)
         self._before = resident_mb(deployment)
 
