@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,21 +18,24 @@ from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_tools.load.record import Record
 from distserve_tools.testbed import systems
-from distserve_tools.testbed.campaign import blocks_of, grid, sizing
+from distserve_tools.testbed.campaign import Campaign, blocks_of, grid, keep_whole_rates, sizing
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import (
     ENGINE,
     GENERATOR,
     ORCHESTRATOR,
+    PARTS,
     STAGE_STUBS,
     TRITON,
     CpuSeconds,
     part_of,
     processor_time,
 )
+from distserve_tools.testbed.figures import draw
 from distserve_tools.testbed.plan import WORKLOADS
 from distserve_tools.testbed.prediction import ServerTerms, fit_terms, predict, system_spec
 from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
+from distserve_tools.testbed.report import goodputs, report
 from distserve_tools.testbed.runs import Run
 from distserve_tools.testbed.systems import CHUNKED, DISAGGREGATED, PREFILL_FIRST, SYSTEMS, EngineLimits
 from distserve_tools.testbed.traces import lone_requests, requests_at
@@ -57,7 +62,7 @@ def profile() -> Profile:
 
 
 def cpu(**parts: float) -> CpuSeconds:
-    return CpuSeconds({ENGINE: 1.0, ORCHESTRATOR: 0.1, **parts}, 0.0, 10.0)
+    return CpuSeconds({**dict.fromkeys(PARTS, 0.0), ENGINE: 1.0, ORCHESTRATOR: 0.1, **parts}, 0.0, 10.0)
 
 
 def run_of(system: str, rate: float, repeat: int, late: int, count: int = 20) -> Run:
@@ -210,3 +215,72 @@ def test_stamps_tell_their_age_across_the_wrap() -> None:
         token = stamp(now, 49152)
         assert 0 <= token < 49152
         assert age_s(token, now + 0.02, 49152) == pytest.approx(0.02, abs=2 * STAMP_UNIT_S)
+
+
+def campaign() -> Campaign:
+    """Two rates of two systems, one of them a peer without a prediction."""
+    runs = []
+    for system in (DISAGGREGATED, "vllm"):
+        runs += [run_of(system, 1.0, 0, 0), run_of(system, 2.0, 0, 4), run_of(system, 2.0, 1, 6)]
+    terms = {DISAGGREGATED: ServerTerms(0.01, 0.002, 4e-4)}
+    spec = system_spec(DISAGGREGATED, profile(), LIMITS, 500, terms[DISAGGREGATED])
+    for run in runs[:3]:
+        run.predicted = predict(spec, run.trace, terms[DISAGGREGATED])
+        run.engines = {"decode_0": {"execute_s": 0.95, "loop_s": 0.05}}
+        for record in run.records:
+            record.stages = {"prefill": 0.2, "transfer": 0.001, "decode": 0.1}
+    lone = {name: run_of(name, 0.1, 0, 0, 3) for name in (DISAGGREGATED, "vllm")}
+    slos = {"easy": Slo(1.0, 0.1), "hard": Slo(0.1, 0.1)}
+    return Campaign("m", WORKLOADS[0], profile(), LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs)
+
+
+def test_the_report_has_every_table() -> None:
+    text = report(campaign())
+    for line in (
+        "| 1/s | 100.0 % | ",  # measured, then simulated
+        "Noise, the standard deviation of attainment between 2 runs",
+        "| easy | 90% | 0.",
+        "| hard | 90% | 0.00 (",
+        "| disaggregated 2/s | 0 ms | 200 ms | 0 ms | 1 ms | 100 ms | 0.33% |",
+        "| vllm 1/s | 0.10 |",
+    ):
+        assert line in text
+    assert "5.0%" in text  # of the loop
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(row.count("|") == following.count("|") for row, following in _same_table(text))
+    assert len(rows) > 25
+
+
+def _same_table(text: str) -> list[tuple[str, str]]:
+    lines = text.splitlines()
+    return [(a, b) for a, b in pairwise(lines) if a.startswith("|") and b.startswith("|")]
+
+
+def test_goodputs_per_core_leave_peers_unpredicted() -> None:
+    both = campaign()
+    slo = both.slos["easy"]
+    measured = goodputs(both, slo, 0.9, predicted=False)
+    # 100 % at 1/s, 75 % at 2/s: 90 % at 1.4/s, on two cores
+    assert measured == {DISAGGREGATED: pytest.approx(0.7), "vllm": pytest.approx(0.7)}
+    assert set(goodputs(both, slo, 0.9, predicted=True)) == {DISAGGREGATED}
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = draw(campaign(), tmp_path, "m-chat")
+    assert [path.name for path in paths] == [
+        "m-chat-attainment.png",
+        "m-chat-slo-scale.png",
+        "m-chat-breakdown.png",
+        "m-chat-latency.png",
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_an_interrupted_campaign_keeps_whole_rates() -> None:
+    cut = campaign()
+    cut.rates = [1.0, 2.0, 3.0]
+    cut.runs.append(run_of(DISAGGREGATED, 3.0, 0, 0))  # the other system was not measured there
+    keep_whole_rates(cut)
+    assert cut.rates == [1.0, 2.0]
+    assert {run.rate_rps for run in cut.runs} == {1.0, 2.0}

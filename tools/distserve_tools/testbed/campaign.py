@@ -143,12 +143,12 @@ def run_campaign(
                 measure(rate, 0)
     except KeyboardInterrupt:
         say("interrupted: reporting the rates that were measured")
-        _keep_whole_rates(campaign)
+        keep_whole_rates(campaign)
     add_predictions(campaign, lone_trace, served)
     return campaign
 
 
-def _keep_whole_rates(campaign: Campaign) -> None:
+def keep_whole_rates(campaign: Campaign) -> None:
     """Leaves out rates that not every system was measured at. Raises `KeyboardInterrupt` if none is left."""
     seen = {(run.rate_rps, run.system) for run in campaign.runs}
     campaign.rates = [rate for rate in campaign.rates if all((rate, s) in seen for s in campaign.systems)]

@@ -16,7 +16,7 @@ from distserve_tools.testbed.runs import Run
 
 TARGETS = (0.9, 0.99)
 DEVICES = 2
-SCALES = (2.0, 1.5, 1.25, 1.0, 0.8, 0.6, 0.5)
+SCALES = (2.0, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4)
 
 
 def report(campaign: Campaign) -> str:
@@ -107,7 +107,7 @@ def _pairs(campaign: Campaign, label: str, slo: Slo) -> str:
 def _prediction(campaign: Campaign) -> str:
     head = [
         "system",
-        *(f"mean |error|: {label}" for label in campaign.slos),
+        *(f"mean absolute error: {label}" for label in campaign.slos),
         "TTFT, median error per request",
         "TPOT, median error per request",
         "TTFT P90",
