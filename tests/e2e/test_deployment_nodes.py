@@ -64,7 +64,8 @@ class Node:
     def wait_healthy(self, timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
         while (problem := server_problem(self.http, 5.0)) is not None:
-            assert self.process.poll() is None and time.monotonic() < deadline, f"{problem}\n{self.log}"
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, f"{problem}\n{self.log}"
             time.sleep(0.2)
 
     def wait_log(self, pattern: str, timeout_s: float = 30.0) -> None:
