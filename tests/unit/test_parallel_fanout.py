@@ -11,7 +11,9 @@ import pytest
 from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
 from distserve.transfer.errors import TransferError
-from distserve.transfer.fanout import FanoutLeases, FanoutPuller, open_agents
+from distserve.transfer.fanout import open_agents
+from distserve.transfer.fanout_leases import FanoutLeases
+from distserve.transfer.fanout_puller import FanoutPuller
 from distserve.transfer.handle import Handle, Layout, new_nonce
 from distserve.transfer.leases import Claimant
 from distserve.transfer.pull import TransferStats

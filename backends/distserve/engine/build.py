@@ -22,7 +22,9 @@ from distserve.engine.ops import Op
 from distserve.engine.prefill_role import Leases, PrefillRole, Source
 from distserve.engine.roles import Role, UnifiedRole
 from distserve.transfer.errors import TransferError
-from distserve.transfer.fanout import FanoutLeases, FanoutPuller, InstanceSource, open_agents
+from distserve.transfer.fanout import open_agents
+from distserve.transfer.fanout_leases import FanoutLeases, InstanceSource
+from distserve.transfer.fanout_puller import FanoutPuller
 from distserve.transfer.handle import Layout
 from distserve.transfer.leases import LeaseTable
 from distserve.transfer.puller import KVPuller
