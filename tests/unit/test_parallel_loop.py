@@ -58,7 +58,7 @@ def test_prefill_and_decode_keep_their_pipelines_full() -> None:
     for _ in range(2):  # the first two began by themselves
         d.executor.land()
         d.turns(2)
-    assert [len(flight.items) for flight in d.loop._flights] == [2, 2]
+    assert [len(flight.items) for flight in d.loop._flights._flights] == [2, 2]
     flow(d, random.Random(0), list("abcd"))
     for id in "abcd":
         expected = continuation([ord(id) % 97] * 8, 9)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
-from distserve.core.batch import Batch, Item
+from distserve.core.batch import Batch
 from distserve.engine import events
+from distserve.engine.flights import Flight, Flights
 from distserve.engine.inbox import Inbox
 from distserve.engine.ledger import Ledger
 from distserve.engine.ops import Manage, Op, Pulled, Submit
@@ -39,16 +38,6 @@ class EngineFailure(RuntimeError):
     """The engine cannot go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step that the executor has and the scheduler has not heard of."""
-
-    batch: Batch
-    items: Sequence[Item]
-    sampling: Sequence[Item]  # those of the items that get a token
-    began_s: float
-
-
 class EngineLoop:
     """Owns scheduler, blocks and requests of one instance; all happens in the thread that calls `run`.
 
@@ -71,9 +60,7 @@ class EngineLoop:
         self._ledger = Ledger()
         self._steps = StepBuilder()
         self._events: list[Event] = []
-        self._flights: deque[Flight] = deque()
-        self._flying: set[str] = set()  # keys of the requests in them
-        self._doomed: dict[str, ServingError | None] = {}  # of these, what ends after it: error, or cancelled
+        self._flights = Flights()
         self._landed_s = 0.0  # when a step ended last
         self._idle = True
         self._failures = 0  # in succession
@@ -163,8 +150,8 @@ class EngineLoop:
             self._cancel(state)
 
     def _cancel(self, state: EngineRequest) -> None:
-        if state.key in self._flying:
-            self._doomed.setdefault(state.key, None)
+        if state.key in self._flights:
+            self._flights.doom(state.key, None)
             return
         self._role.cancel(state)
         self.counters.cancelled += not state.handed_out
@@ -178,8 +165,8 @@ class EngineLoop:
             self._abort(state, ServingError("DEADLINE_EXCEEDED", f"not finished {waited:.3g} s after submit"))
 
     def _abort(self, state: EngineRequest, error: ServingError) -> None:
-        if state.key in self._flying:
-            self._doomed.setdefault(state.key, error)
+        if state.key in self._flights:
+            self._flights.doom(state.key, error)
             return
         self._role.cancel(state)
         self.failed(state, error)
@@ -204,39 +191,38 @@ class EngineLoop:
 
     def _step(self, batch: Batch) -> None:
         """Gives a batch to the executor."""
-        items = [*batch.decode_items(), *batch.prefill]
-        step = self._steps.build(items, self._ledger.by_key)
         began = self._clock()
+        flight = Flight.of(batch, began)
+        step = self._steps.build(flight.items, self._ledger.by_key)
         for item in batch.prefill:
             state = self._ledger.by_key[item.request.id]
             if state.scheduled_s is None:
                 state.scheduled_s = began
-        self._flights.append(Flight(batch, items, [item for item in items if item.samples], began))
-        self._flying.update(item.request.id for item in items)
-        self.counters.step_began_s = self._flights[0].began_s
+        self._flights.add(flight)
+        self.counters.step_began_s = self._flights.began_s()
         try:
             self._executor.submit(step)
         except RankLost:
             raise
         except Exception as error:
-            self._step_failed(self._flights.pop(), error)
+            self._step_failed(self._flights.withdraw(), error)
         finally:
             self.counters.execute_s += self._clock() - began
 
     def _collect(self) -> None:
         """Books the steps that have ended. Raises `RankLost`, also if there are none."""
         while (output := self._executor.collect()) is not None:
-            flight = self._flights.popleft()
+            flight = self._flights.land()
             self._failures = 0
             self.counters.steps += 1
             self.counters.output_tokens += len(flight.sampling)
-            self._landed(flight)
+            self.counters.step_began_s = self._flights.began_s()
             now = self._clock()
             self._count_prefill(flight, now)
             self._book(flight, output, now)
             self._role.settle()
-            for item in flight.items:
-                self._end_doomed(item.request.id)
+            for key, error in self._flights.doomed(flight):
+                self._end_doomed(key, error)
 
     def _count_prefill(self, flight: Flight, now: float) -> None:
         """With steps in flight together, the time of each begins where the one before has ended."""
@@ -246,19 +232,11 @@ class EngineLoop:
             self.counters.prefill_s += now - max(flight.began_s, self._landed_s)
         self._landed_s = now
 
-    def _landed(self, flight: Flight) -> None:
-        """Its requests are not in flight any more."""
-        self._flying.difference_update(item.request.id for item in flight.items)
-        self.counters.step_began_s = self._flights[0].began_s if self._flights else None
-
-    def _end_doomed(self, key: str) -> None:
-        """Does what was asked of a request while it was in flight."""
-        if key not in self._doomed:
-            return
-        error = self._doomed.pop(key)
+    def _end_doomed(self, key: str, error: ServingError | None) -> None:
+        """Does what was asked of a request while it was in flight, unless it has ended by itself."""
         state = self._ledger.by_key.get(key)
         if state is None:
-            return  # it has ended by itself
+            return
         if error is None:
             self._cancel(state)
         elif not state.handed_out:
@@ -310,7 +288,7 @@ class EngineLoop:
     def _step_failed(self, flight: Flight, error: Exception) -> None:
         """Every request of the batch ends with INTERNAL; the others go on."""
         logger.exception("a step of %d sequences failed", len(flight.items))
-        self._landed(flight)
+        self.counters.step_began_s = self._flights.began_s()
         self.counters.failed_steps += 1
         self._failures += 1
         scheduler = self._role.scheduler
@@ -319,7 +297,6 @@ class EngineLoop:
         reason = ServingError("INTERNAL", f"the step failed: {type(error).__name__}: {str(error)[:500]}")
         for state in states:
             scheduler.cancel(state.key)  # pieces of a prompt are not ended by `complete`
-            self._doomed.pop(state.key, None)
             self.failed(state, reason)
         if self._failures >= MAX_FAILURES or _is_fatal(error):
             raise EngineFailure(
