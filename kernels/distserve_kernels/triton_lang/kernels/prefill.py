@@ -34,15 +34,14 @@ def attend(
         key = load_rows(keys, rows, columns, live, not MASKED, HEAD_DIM, BLOCK_D).to(OPERAND)
         scores = tl.dot(query, tl.trans(key), input_precision="tf32x3") * scale_log2
         if MASKED:
-            seen = positions[None, :] <= positions_q[:, None]
-            if WINDOWED:
-                seen = seen & (positions[None, :] > positions_q[:, None] - window)
-            scores = tl.where(seen & live[None, :], scores, float("-inf"))
+            # This hides also what is not live, from every row that will be stored.
+            distance = positions_q[:, None] - positions[None, :]
+            far = distance.to(tl.uint32, bitcast=True)  # a negative distance is one, too
+            seen = far < window.to(tl.uint32) if WINDOWED else distance >= 0
+            scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # With a window a row may see nothing of a tile, and nothing before it.
-        shift = tl.where(higher == float("-inf"), 0.0, higher) if WINDOWED else higher
-        weights = tl.exp2(scores - shift[:, None])
-        shrink = tl.exp2(top - shift)
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
         value = load_rows(values, rows, columns, live, not MASKED, HEAD_DIM, BLOCK_D)
         weights_in = weights.to(value.dtype).to(OPERAND)
         acc = tl.dot(weights_in, value.to(OPERAND), acc * shrink[:, None], input_precision="tf32x3")
@@ -113,7 +112,8 @@ def prefill(
     values += kv_head * HEAD_DIM
     positions = start + tile_start + token
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Below every score, yet finite: with a window a row may see nothing of a tile, and nothing before it.
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     stop = tl.minimum(start + tile_start + TOKENS, length)
