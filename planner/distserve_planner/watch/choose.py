@@ -41,6 +41,45 @@ def recent_problem(problem: Problem, recent: Trace, seed: int = 0) -> Problem:
     return replace(problem, requests=requests, precision=QUICK, long_precision=QUICK)
 
 
+Bounded = list[tuple[Shape, float]]
+
+
+class Search:
+    """What is searched: a problem, how a deployment is tried, and the bounds, which are computed once."""
+
+    def __init__(self, problem: Problem, run: Probe) -> None:
+        self.problem, self.run = problem, run
+        fitting = shapes(problem).fitting
+        self._bounds = {
+            role: {shape: min(bound(problem, problem.instance(shape)), 1e9) for shape in fitting}
+            for role, bound in (("prefill", prefill_ceiling), ("decode", decode_ceiling))
+        }
+        units = bounded_unified(problem, unified_units(problem, fitting))
+        units = [unit for unit in units if 0 < unit.predicted < inf]
+        units.sort(key=lambda unit: -unit.predicted / unit.deployment.devices)
+        self._units: dict[str, Candidate] = {}
+        for unit in units:
+            self._units.setdefault(unit.deployment.family, unit)
+
+    def shapes_of(self, role: str, group: Group | None) -> Bounded:
+        """The present shape of a phase, and those with the best bound per device, with their bounds."""
+        bounds = self._bounds[role]
+        order = sorted(bounds, key=lambda s: (-bounds[s] / s.ranks, s.ranks))
+        first = [group.shape] if group is not None else []
+        return [(shape, bounds[shape]) for shape in list(dict.fromkeys([*first, *order]))[:_SHAPES]]
+
+    def bound(self, role: str, group: Group) -> float:
+        """Optimistic requests/s of a phase."""
+        return group.count * self._bounds[role][group.shape]
+
+    def units(self, present: Deployment) -> list[Candidate]:
+        """The best colocated instance of each policy, and the present one."""
+        found = list(self._units.values())
+        if present.unified is not None:
+            found += bounded_unified(self.problem, [present.with_units(1)])
+        return found
+
+
 def simulated(problem: Problem) -> Probe:
     """A probe that runs each simulation once, however often it is asked."""
     seen: dict[tuple[str, float], Verdict] = {}
@@ -74,12 +113,13 @@ class Choice:
 
 
 def fewest_devices(
-    problem: Problem, present: Deployment, rate: float, run: Probe, most: int | None = None
+    search: Search, present: Deployment, rate: float, most: int | None = None
 ) -> Choice | None:
     """The deployment with the fewest devices (at most `most`) that meets `rate`; if none was found, the one
     tried with the highest attainment. None if nothing fits in."""
+    problem, run = search.problem, search.run
     limit = problem.cluster.num_devices if most is None else most
-    queue = sorted(candidates(problem, present, rate), key=lambda d: (d.devices, str(d)))
+    queue = sorted(candidates(search, present, rate), key=lambda d: (d.devices, str(d)))
     queue = [d for d in queue if _fits(problem, d, limit)]
     best: Choice | None = None
     seen: set[str] = set()
@@ -103,83 +143,54 @@ def fewest_devices(
     return best
 
 
-def best_on_devices(problem: Problem, present: Deployment, rate: float, run: Probe) -> Choice | None:
+def best_on_devices(search: Search, present: Deployment, rate: float) -> Choice | None:
     """The highest attainment on as many devices as the present deployment has: what a change of roles, of
     tp and pp, or to unified instances can do without a device more."""
     devices = present.devices
-    options = [d for d in _splits(problem, present, devices) if _fits(problem, d, devices)]
-    options.sort(key=lambda d: (abs(_needed(problem, d, rate) - 1), str(d)))  # the best balanced first
+    options = [d for d in _splits(search, present, devices) if _fits(search.problem, d, devices)]
+    options.sort(key=lambda d: (_needed(search, d, rate), str(d)))  # the least strained first
     best: Choice | None = None
     for tried, deployment in enumerate(options[:_TRIES], 1):
-        verdict = run(deployment, rate)
+        verdict = search.run(deployment, rate)
         if best is None or verdict.attainment.both > best.attainment.both:
             best = Choice(deployment, rate, verdict.attainment, verdict.meets, tried)
     return best
 
 
-def candidates(problem: Problem, present: Deployment, rate: float) -> list[Deployment]:
+def candidates(search: Search, present: Deployment, rate: float) -> list[Deployment]:
     """For each pair of shapes, and each colocated one, as many instances as the bounds say are needed."""
-    prefills, decodes = _shapes_of(problem, present)
     found = [
         Deployment("high", Group(p, ceil(rate / pr)), Group(d, ceil(rate / dr)))
-        for p, pr in prefills
-        for d, dr in decodes
+        for p, pr in search.shapes_of("prefill", present.prefill)
+        for d, dr in search.shapes_of("decode", present.decode)
+        if "high" in search.problem.families
     ]
-    for unit in _unified(problem, present):
+    for unit in search.units(present):
         found.append(unit.deployment.with_units(max(1, ceil(rate / unit.predicted))))
     return found
 
 
-def _splits(problem: Problem, present: Deployment, devices: int) -> list[Deployment]:
-    prefills, decodes = _shapes_of(problem, present)
+def _splits(search: Search, present: Deployment, devices: int) -> list[Deployment]:
     found = []
-    for p, _ in prefills:
-        for d, _ in decodes:
+    for p, _ in search.shapes_of("prefill", present.prefill):
+        for d, _ in search.shapes_of("decode", present.decode):
             for n in range(1, (devices - d.ranks) // p.ranks + 1):
                 m = (devices - n * p.ranks) // d.ranks
                 found.append(Deployment("high", Group(p, n), Group(d, m)))
-    for unit in _unified(problem, present):
+    if "high" not in search.problem.families:
+        found.clear()
+    for unit in search.units(present):
         found.append(unit.deployment.with_units(max(1, devices // unit.deployment.devices)))
     return found
 
 
-def _needed(problem: Problem, deployment: Deployment, rate: float) -> float:
+def _needed(search: Search, deployment: Deployment, rate: float) -> float:
     """How far the scarcer phase is used, by the bounds."""
     if deployment.prefill is None or deployment.decode is None:
-        unit = bounded_unified(problem, [deployment.with_units(1)])[0]
+        unit = bounded_unified(search.problem, [deployment.with_units(1)])[0]
         return rate / (unit.predicted * deployment.units)
-    prefill = prefill_ceiling(problem, problem.instance(deployment.prefill.shape))
-    decode = decode_ceiling(problem, problem.instance(deployment.decode.shape))
-    return rate / min(prefill * deployment.prefill.count, decode * deployment.decode.count)
-
-
-Bounded = list[tuple[Shape, float]]
-
-
-def _shapes_of(problem: Problem, present: Deployment) -> tuple[Bounded, Bounded]:
-    """The present shape of each phase, and those with the best bound per device, with their bounds."""
-    fitting = shapes(problem).fitting
-    out = []
-    for group, bound in ((present.prefill, prefill_ceiling), (present.decode, decode_ceiling)):
-        bounds = {shape: bound(problem, problem.instance(shape)) for shape in fitting}
-        order = sorted(fitting, key=lambda s: (-bounds[s] / s.ranks, s.ranks))
-        first = [group.shape] if group is not None else []
-        chosen = list(dict.fromkeys([*first, *order]))[:_SHAPES]
-        out.append([(shape, min(bounds[shape], 1e9)) for shape in chosen])
-    return out[0], out[1]
-
-
-def _unified(problem: Problem, present: Deployment) -> list[Candidate]:
-    bounded = bounded_unified(problem, unified_units(problem, shapes(problem).fitting))
-    bounded = [unit for unit in bounded if 0 < unit.predicted < inf]
-    bounded.sort(key=lambda unit: -unit.predicted / unit.deployment.devices)
-    chosen: dict[str, Candidate] = {}
-    for unit in bounded:
-        chosen.setdefault(unit.deployment.family, unit)
-    if present.unified is not None:
-        unit = bounded_unified(problem, [present.with_units(1)])[0]
-        chosen[f"present {unit.deployment.family}"] = unit
-    return list(chosen.values())
+    phases = (("prefill", deployment.prefill), ("decode", deployment.decode))
+    return rate / min(search.bound(role, group) for role, group in phases)
 
 
 def _larger(deployment: Deployment, seen: Attainment, problem: Problem) -> Deployment:

@@ -10,7 +10,7 @@ from distserve.core.shapes import Shape
 from distserve_planner.search.candidates import shapes
 from distserve_planner.search.deployment import Deployment, Group
 from distserve_planner.search.problem import Problem
-from distserve_planner.watch.choose import Choice, Probe, fewest_devices
+from distserve_planner.watch.choose import Choice, fewest_devices
 from distserve_planner.watch.decision import SwitchRule
 from distserve_planner.watch.drift import DriftRule
 from distserve_planner.watch.policies import Autoscaler, Policy, Static, Watching, times
@@ -30,12 +30,12 @@ def compare(
     peak = float(rates.rate_rps.max())
     begin = _planned(states, mix_of[0], float(rates.rate_rps[0]) * (1 + switch.headroom_up))
     unit = _unit(begin.deployment)
-    problem = states.problem(mix_of[0])
+    problem = states.search(mix_of[0]).problem
     most = problem.cluster.num_devices // unit.devices
     capacity = _capacity(states, mix_of[0], unit)
     count = max(1, begin.deployment.devices // unit.devices)
-    # the replay's window is its step
-    rule = replace(drift, window_s=rates.step_s)
+    # the replay's window is its step, and a day has few of them
+    rule = replace(drift, window_s=rates.step_s, reference=12, scales=(1, 2, 4))
     policies: list[Policy] = [
         Static(_for_the_peak(states, sorted(set(mix_of)), peak)),
         Autoscaler(unit, capacity, count, most, switch.load_s),
@@ -46,13 +46,10 @@ def compare(
     return [run_policy(policy, rates, mix_of, states) for policy in policies]
 
 
-def probe_of(states: SteadyStates, mix: int) -> Probe:
-    return lambda deployment, rate: states.at(mix, deployment, rate).verdict
-
-
 def _planned(states: SteadyStates, mix: int, rate: float) -> Choice:
-    problem = states.problem(mix)
-    choice = fewest_devices(problem, smallest(problem), rate, probe_of(states, mix))
+    search = states.search(mix)
+    problem = search.problem
+    choice = fewest_devices(search, smallest(problem), rate)
     if choice is None or not choice.meets:
         raise ConfigError(
             f"rate={rate:.3g}: {problem.cluster.num_devices} devices cannot bear it; add some or scale the "
@@ -79,10 +76,10 @@ def _for_the_peak(states: SteadyStates, mixes: Sequence[int], peak: float) -> De
         if deployment.prefill is None or deployment.decode is None:
             deployment = deployment.with_units(deployment.units + 1)
         else:
-            first = worst.attainment.missed(states.problem(mixes[0]).slo) == "TTFT"
+            first = worst.attainment.missed(states.search(mixes[0]).problem.slo) == "TTFT"
             n, m = deployment.prefill.count, deployment.decode.count
             deployment = deployment.with_counts(n + first, m + (not first))
-        if deployment.devices > states.problem(mixes[0]).cluster.num_devices:
+        if deployment.devices > states.search(mixes[0]).problem.cluster.num_devices:
             break
     raise ConfigError(f"rate={peak:.3g}: no placement of this cluster meets it under every mix")
 

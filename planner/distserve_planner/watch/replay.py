@@ -23,7 +23,7 @@ from distserve_planner.search.deployment import Deployment
 from distserve_planner.search.problem import Problem
 from distserve_planner.search.system_spec import system_spec
 from distserve_planner.slo import attainment
-from distserve_planner.watch.choose import QUICK, REQUESTS, Probe
+from distserve_planner.watch.choose import QUICK, REQUESTS, Probe, Search
 from distserve_planner.watch.history import Floats, History
 from distserve_planner.watch.policies import Policy
 from distserve_planner.workload.model import Workload
@@ -92,6 +92,7 @@ class SteadyStates:
         self._inputs = [float(np.mean(p.requests.inputs)) for p in self._problems]
         self._outputs = [float(np.mean(p.requests.outputs)) for p in self._problems]
         self._seen: dict[tuple[int, str, int], Seen] = {}
+        self._searches = [Search(p, self._probe(mix)) for mix, p in enumerate(self._problems)]
 
     @property
     def simulations(self) -> int:
@@ -104,17 +105,19 @@ class SteadyStates:
             self._seen[key] = _steady(self._problems[mix], deployment, exp(exponent * log(1 + GRID)))
         return self._seen[key]
 
-    def plan(self, recent: Trace) -> tuple[Problem, Probe]:
+    def _probe(self, mix: int) -> Probe:
+        return lambda deployment, rate: self.at(mix, deployment, rate).verdict
+
+    def plan(self, recent: Trace) -> Search:
         """For a `Watcher`: the mix that the latest lengths are nearest to, in place of a fit of its own."""
         near = [
             abs(log(recent.input_tokens.mean() / i)) + abs(log(recent.output_tokens.mean() / o))
             for i, o in zip(self._inputs, self._outputs, strict=True)
         ]
-        mix = int(np.argmin(near))
-        return self._problems[mix], lambda deployment, rate: self.at(mix, deployment, rate).verdict
+        return self._searches[int(np.argmin(near))]
 
-    def problem(self, mix: int) -> Problem:
-        return self._problems[mix]
+    def search(self, mix: int) -> Search:
+        return self._searches[mix]
 
 
 def _steady(problem: Problem, deployment: Deployment, rate: float) -> Seen:

@@ -12,7 +12,7 @@ from distserve_planner.search.deployment import Deployment
 from distserve_planner.search.problem import Problem
 from distserve_planner.watch.choose import (
     Choice,
-    Probe,
+    Search,
     best_on_devices,
     fewest_devices,
     recent_problem,
@@ -23,13 +23,13 @@ from distserve_planner.watch.drift import DriftRule, Evidence, drift
 from distserve_planner.watch.history import History, Profile, profile
 from distserve_planner.workload.trace import Trace
 
-Plan = Callable[[Trace], tuple[Problem, Probe]]
-"""From the latest requests to what is searched, and how a deployment is tried on it."""
+Plan = Callable[[Trace], Search]
+"""From the latest requests to what is searched for them."""
 
 _FEWEST = 200  # requests to plan from; fewer only if there are not more
 _TREND_WINDOWS = 5
 _TREND_Z = 2.0
-_FOLLOW_WINDOWS = 10  # after an alarm the rate is followed for so long without another
+_FOLLOW_WINDOWS = 20  # after an alarm or a change the rate is followed for so long without an alarm
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,13 @@ class Watcher:
         return advice
 
     def changed(self, present: Deployment, now_s: float) -> None:
-        """Another placement is in force: queues have another length now, so a new reference begins."""
+        """Another placement is in force: queues have another length now, so a new reference begins.
+
+        It is short at first and the tests weak, so what made the change necessary is followed meanwhile.
+        """
         self.present = present
         self._changed_s = self._reference_s = now_s
+        self._follow_until_s = now_s + _FOLLOW_WINDOWS * self._drift.window_s
 
     def _due(self, now_s: float) -> bool:
         """Without an alarm: a saving that had to wait, or a rate that goes on changing after one."""
@@ -150,22 +154,23 @@ class Watcher:
         forecast = float(rates.mean()) + slope * ahead if slope > _TREND_Z * error else 0.0
         return max(float(rates.mean()), float(rates[-1]), forecast, 1e-6)
 
-    def _fitted(self, recent: Trace) -> tuple[Problem, Probe]:
+    def _fitted(self, recent: Trace) -> Search:
         problem = recent_problem(self.problem, recent)
-        return problem, simulated(problem)
+        return Search(problem, simulated(problem))
 
     def _advise(self, evidence: tuple[Evidence, ...], now_s: float, latest_s: float) -> Advice:
         recent = self._history.between(now_s - latest_s, now_s)
-        problem, run = self._plan(recent.trace())
+        search = self._plan(recent.trace())
+        problem, run = search.problem, search.run
         rate, rule = self._expected_rps(now_s), self._switch
         up, down = rate * (1 + rule.headroom_up), rate * (1 + rule.headroom_down)
         now = run(self.present, up)
         choice: Choice | None = None
         if not now.meets:
             find = fewest_devices if self._elastic else best_on_devices
-            choice = find(problem, self.present, up, run)
+            choice = find(search, self.present, up)
         elif self._elastic and self.present.devices > 1:
-            choice = fewest_devices(problem, self.present, down, run, self.present.devices - 1)
+            choice = fewest_devices(search, self.present, down, self.present.devices - 1)
         wanted = choice.deployment if choice is not None else self.present
         switch = switch_cost(self.present, wanted, problem.cluster.num_devices, rule)
         at = run(wanted, up).attainment.both
