@@ -294,3 +294,15 @@ def test_renumbering_does_not_touch_cores() -> None:
     plan = container_plan(cpu, Settings())
     assert plan.nodes[0].cores == (0, 1)
     assert [i.devices for i in plan.placement.instances] == [("cpu:0",), ("cpu:1",)]
+
+
+def test_the_repository_may_be_changed_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(ONE_HOST)
+    out = tmp_path / "out"
+    command = ["generate", "-p", str(tmp_path / "p.yaml"), "--no-machine-check"]
+    assert main([*command, "--target", "docker", "-o", str(out)]) == 0
+    inside = ["generate", "-p", str(out / "placement.yaml"), "--no-machine-check"]
+    assert main([*inside, "-o", str(out / "model_repository")]) == 0  # the same files, and not refused
+    (out / "run.sh").write_text("mine")
+    assert main([*command, "--target", "docker", "-o", str(out)]) == 2
+    assert main([*command, "--target", "docker", "-o", str(out), "--force"]) == 0

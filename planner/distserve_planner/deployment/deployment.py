@@ -42,7 +42,15 @@ def generate_deployment(
         _check_for_cluster(file, settings)
     else:
         check(file, machine_check)
-    return write_repository(output, deployment_files(file.placement, target, settings), force)
+    files = deployment_files(file.placement, target, settings)
+    # the repository has a manifest of its own, so that other commands may change it
+    inside = {path: text for path, text in files.items() if path.startswith(f"{REPOSITORY}/")}
+    beside = {path: text for path, text in files.items() if path not in inside}
+    changed = write_repository(output, beside, force)
+    if inside:
+        repository = {path.removeprefix(f"{REPOSITORY}/"): text for path, text in inside.items()}
+        changed += [f"{REPOSITORY}/{p}" for p in write_repository(output / REPOSITORY, repository, force)]
+    return changed
 
 
 def deployment_files(placement: Placement, target: Target, settings: Settings) -> dict[str, str]:
