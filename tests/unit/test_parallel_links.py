@@ -1,4 +1,4 @@
-"""Collectives and pipes in shared memory, and over process groups: the same results, and lost ranks noticed."""
+"""Collectives and pipes, in shared memory and over process groups: same results, lost ranks noticed."""
 
 from __future__ import annotations
 
