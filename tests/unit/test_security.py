@@ -128,9 +128,7 @@ def test_messages_are_bounded() -> None:
         parse_request({"text_input": "x", "sampling_parameters": " " * (MAX_JSON_BYTES + 1)}, "", 100)
 
 
-@pytest.mark.parametrize(
-    "name", ["../evil", "a/b", "..", ".", "/etc", "a\\b", "orchestrator", "a\0b", "é"]
-)
+@pytest.mark.parametrize("name", ["../evil", "a/b", "..", ".", "/etc", "a\\b", "orchestrator", "a\0b", "é"])
 def test_an_instance_name_is_no_path(name: str, tmp_path: Path) -> None:
     instances = [{"name": name, "role": "unified", "devices": ["cpu:0"]}]
     placement = {
