@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 from serving import Deployment
 
+from distserve.core.model_config import ModelConfig
+from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
+from distserve_planner.profile_file import Profile
 from distserve_planner.workload.readers import read_trace
 from distserve_tools.cli import main
+from distserve_tools.testbed.campaign import run_campaign
+from distserve_tools.testbed.plan import WORKLOADS, TestbedPlan
+from distserve_tools.testbed.report import report
+from distserve_tools.testbed.systems import DISAGGREGATED, SYSTEMS, EngineLimits, serving
 from model_zoo import Zoo
 
 
@@ -76,3 +83,30 @@ def test_orchestrators_on_load_only_instances(orchestrators: int, zoo: Zoo, tmp_
         assert run["cpu_us_per_token"]["orchestrator"] > 0
         assert run["age_s"]["p50"] >= 0
     assert (ids["text"], text["text"]) == (False, True)
+
+
+@pytest.mark.slow
+def test_a_campaign_measures_and_predicts_all_systems(zoo: Zoo, tmp_path: Path) -> None:
+    """Small: what it says of a model of a few kilobytes means nothing, but every table is filled."""
+    model = str(zoo("llama").folder)
+    config = ModelConfig.load(Path(model))
+    degree = Degree(1, (PrefillPiece(1e-3, 1e-5),), (DecodePiece(1e-3, 1e-8),))
+    profile = Profile("core", model, config, "fp32", (degree,), lm_tokens=64)
+    plan = TestbedPlan(run_s=1.0, repeats=2, lone_requests=2, rates=2, judge=False)
+    limits = EngineLimits(64, 32, kv_bytes=8 << 20)
+    said: list[str] = []
+    with serving(SYSTEMS, model, limits, tmp_path, said.append) as served:
+        campaign = run_campaign(plan, model, WORKLOADS[0], profile, limits, 10.0, served, said.append)
+    assert campaign.rates == [3.0, 12.0]
+    assert len(campaign.runs) == 3 * (2 + 1)
+    for run in campaign.runs:
+        assert run.predicted is not None
+        assert [r.error for r in run.records if not r.ok] == []
+        assert run.cpu.beside_engines > 0
+        counted = sum(engine["steps"] for engine in run.engines.values())
+        assert counted >= len(run.records)
+    moved = [r.engines["decode_0"]["transfers"] for r in campaign.runs if r.system == DISAGGREGATED]
+    assert all(count > 0 for count in moved)
+    text = report(campaign)
+    assert text.count("measured") >= 3
+    assert "| disaggregated 12/s |" in text
