@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from distserve.core.parsing import ConfigError
 from distserve_planner.placement_file import read_placement
-from distserve_planner.planning_options import add_planning_arguments, planning_problem
+from distserve_planner.planning_options import add_planning_arguments, families_of, planning_problem
 from distserve_planner.report.arguments import placed_deployment
 from distserve_planner.report.document import plain
 from distserve_planner.search.problem import Problem
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("watching")
     what.add_argument("--log", type=Path, metavar="FILE", help="schema: request_log/1; may still grow")
     what.add_argument("--placement", type=Path, metavar="FILE", help="what serves now (schema: placement/1)")
+    what.add_argument("--families", metavar="F,F", help="of high, prefill_first, chunked_prefill (all)")
     what.add_argument("--fixed-devices", action="store_true", help="never use more or fewer devices")
     what.add_argument("--until-end", action="store_true", help="stop at the end of the log")
     what.add_argument("--advice", type=Path, metavar="PATH", help="write PATH.json and PATH.html")
@@ -82,13 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--series", metavar="NAME", help="of the column model")
     replay.add_argument("--mixes", default="longbench,sharegpt", help="workloads of the day (%(default)s)")
     replay.add_argument("--peak-rate", type=float, default=24.0, metavar="RPS", help="%(default)g")
-    replay.add_argument("--parts", type=int, default=2, metavar="N", help="steps per window (%(default)s)")
+    replay.add_argument("--parts", type=int, default=1, metavar="N", help="steps per window (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Watches until it is stopped; returns the exit code. Raises `ConfigError`."""
     problem, _ = planning_problem(args)
+    problem = replace(problem, families=families_of(args.families))
     drift = DriftRule(args.false_alarms_per_day, args.window_s)
     switch = SwitchRule(
         horizon_s=args.horizon_s, settle_s=args.settle_s, load_s=args.load_s, drain_s=args.drain_s
@@ -114,27 +116,31 @@ class _Watch:
     drift: DriftRule
 
     def run(self) -> int:
+        """Ends at the end of the log if that was asked for, else when it is interrupted."""
         args = self.args
         tail = LogTail(args.log, self.problem.slo)
         settle_s = self.drift.window_s / 2  # requests of a window end after it
-        window = 1
-        placement = args.placement.read_text()
+        now_s = self.drift.window_s
         while True:
             new = tail.read()
-            if (text := args.placement.read_text()) != placement:  # somebody has changed what serves
-                placement = text
-                present = placed_deployment(read_placement(args.placement).placement, str(args.placement))
-                self.watcher.changed(present, tail.end_s)
             self.watcher.observe(new)
-            while (now_s := window * self.drift.window_s) + settle_s <= tail.end_s:
-                window += 1
+            while now_s + settle_s <= tail.end_s:
+                self._see_placement(now_s)
                 advice = self.watcher.look(now_s)
                 if advice is not None:
                     self._act(advice, now_s)
+                now_s += self.drift.window_s
             if args.until_end and not len(new):
                 return 0
             if not len(new):
                 time.sleep(_PAUSE_S)
+
+    def _see_placement(self, now_s: float) -> None:
+        """The file says what serves; it changes when advice is carried out, by this watch or by a person."""
+        path = self.args.placement
+        present = placed_deployment(read_placement(path).placement, str(path))
+        if present != self.watcher.present:
+            self.watcher.changed(present, now_s)
 
     def _act(self, advice: Advice, now_s: float) -> None:
         args, slo = self.args, self.problem.slo
