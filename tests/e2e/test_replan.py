@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from distserve_planner.placement_file import read_placement
 from distserve_planner.render import render
 from distserve_tools.apply.lock import exclusive
 from distserve_tools.cli import main
+from distserve_tools.client import RequestError
+from distserve_tools.supervise import Supervisor, stubs_by_model
 from model_zoo import Zoo, prompt
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -108,6 +111,13 @@ def roles(deployment: Deployment) -> dict[str, str]:
     return {e["instance"]: e["role"] for e in deployment.status()["instances"] if e["usable"]}
 
 
+def still_down(deployment: Deployment, wanted: Mapping[str, str]) -> bool:
+    try:
+        return roles(deployment) != wanted
+    except RequestError:
+        return True
+
+
 def apply(deployment: Deployment, repository: Path, placement: Path, *words: str) -> int:
     grpc = deployment.server.grpc_url
     return main(["apply", str(placement), "--grpc", grpc, "--model-repository", str(repository), *words])
@@ -138,6 +148,20 @@ def test_an_instance_turns_from_prefill_to_decode_under_load(zoo: Zoo, tmp_path:
         # the files are what is served
         assert files(repository) == render(read_placement(saved).placement)
         assert set(read_placement(saved).placement.names) == set(roles(running))
+
+        # an orchestrator that dies later comes back with the present instances, not with its first ones
+        present, events = roles(running), list[str]()
+        supervisor = Supervisor(running.server, events.append)
+        supervisor.start()
+        try:
+            (stub,) = stubs_by_model(running.server.pid)["orchestrator"]
+            os.kill(stub.pid, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while supervisor.restarts["orchestrator"] == 0 or still_down(running, present):
+                assert time.monotonic() < deadline, events
+                time.sleep(0.1)
+        finally:
+            supervisor.stop()
 
         # to unified instances on the same cores: neither phase goes unserved, and nothing is done twice
         unified = placement_file(tmp_path / "unified.yaml", running, [{"role": "unified"}] * 2)

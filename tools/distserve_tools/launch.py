@@ -85,6 +85,10 @@ class TritonServer:
         self.log_path = options.log_path or Path()
 
     @property
+    def repository(self) -> Path:
+        return self._options.repository
+
+    @property
     def http_url(self) -> str:
         """`host:port`, as `tritonclient.http` takes it."""
         return f"{self._client_host}:{self.ports.http}"

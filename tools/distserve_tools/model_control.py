@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+from pathlib import Path
 from typing import Any
+
+from google.protobuf import text_format
+from google.protobuf.json_format import MessageToDict
+from tritonclient.grpc import model_config_pb2
 
 RESTARTS_PARAMETER = "restarts"
 
@@ -22,11 +27,20 @@ def model_state(http_url: str, name: str, timeout_s: float) -> str:
     return next((str(entry.get("state", "")) for entry in index if entry.get("name") == name), "")
 
 
-def reload_model(http_url: str, name: str, restarts: int, timeout_s: float) -> None:
-    """Loads a model again, fully. Raises `ModelControlError`."""
-    config = _call(http_url, "GET", f"/v2/models/{name}/config", None, timeout_s)
-    parameters = config.setdefault("parameters", {})
-    parameters[RESTARTS_PARAMETER] = {"string_value": str(restarts)}
+def reload_model(http_url: str, repository: Path, name: str, restarts: int, timeout_s: float) -> None:
+    """Loads a model again, fully. Raises `ModelControlError`.
+
+    With the configuration that is in the repository, not the one that runs: since the orchestrator was
+    loaded, its instances may have changed (`distserve apply`).
+    """
+    path = repository / name / "config.pbtxt"
+    message: Any = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(path.read_text(), message)
+    except (OSError, text_format.ParseError) as error:
+        raise ModelControlError(f"{path}: {error}") from None
+    message.parameters[RESTARTS_PARAMETER].string_value = str(restarts)
+    config = MessageToDict(message, preserving_proto_field_name=True)
     body = {"parameters": {"config": json.dumps(config)}}
     _call(http_url, "POST", f"/v2/repository/models/{name}/load", body, timeout_s)
 

@@ -95,7 +95,8 @@ class Supervisor:
                 return False
             self._on_event(f"{name}: its stub process died; loading the model again")
             watched.restarts += 1
-            reload_model(self._server.http_url, name, watched.restarts, self._load_timeout_s)
+            server = self._server
+            reload_model(server.http_url, server.repository, name, watched.restarts, self._load_timeout_s)
             watched.loaded_s = time.monotonic()
             self._after_load(name)
         except Exception as error:
