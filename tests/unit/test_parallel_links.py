@@ -50,9 +50,7 @@ def test_sums_of_any_size_are_the_same_on_all_ranks(kind: str, tp: int) -> None:
     def sums(links: RankLinks) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(links.rank)
         return [
-            links.group.all_reduce(torch.randn(size, generator=generator))
-            for _ in range(3)
-            for size in sizes
+            links.group.all_reduce(torch.randn(size, generator=generator)) for _ in range(3) for size in sizes
         ]
 
     found = on_ranks(Shape(tp), kind, sums)
