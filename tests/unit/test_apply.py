@@ -70,13 +70,12 @@ def test_another_model_needs_a_restart() -> None:
 
 
 DEVICES = [f"cpu:{i}" for i in range(4)]
+ROLES: list[Role] = ["prefill", "decode", "unified"]
 INSTANCE = st.tuples(
-    st.sampled_from(["prefill", "decode", "unified"]),
-    st.lists(st.sampled_from(DEVICES), min_size=1, max_size=2, unique=True),
+    st.sampled_from(ROLES),
+    st.lists(st.sampled_from(DEVICES), min_size=1, max_size=2, unique=True).map(lambda d: tuple(d)),
 )
-PLACEMENTS = st.lists(INSTANCE, min_size=1, max_size=5).map(
-    lambda items: placement(*((role, tuple(devices)) for role, devices in items))  # type: ignore[misc]
-)
+PLACEMENTS = st.lists(INSTANCE, min_size=1, max_size=5).map(lambda items: placement(*items))
 
 
 @given(PLACEMENTS, PLACEMENTS)
@@ -230,7 +229,9 @@ def test_what_a_change_that_was_cut_short_left_is_mended(tmp_path: Path) -> None
     server.takes |= {"prefill_9": False, "decode_0": False, "prefill_0": True}
     server.takes["prefill_1"] = True
     server._call = lambda what, name: server.calls.append((what, name))  # type: ignore[method-assign]
-    write_repository(tmp_path / "repository", render(placement(*[("unified", ("cpu:0",))] * 2)))
+    write_repository(
+        tmp_path / "repository", render(placement(("unified", ("cpu:0",)), ("unified", ("cpu:0",))))
+    )
     final = applier.run()
     assert set(server.takes) == set(final.names) == {"prefill_0", "decode_0", "decode_1"}
     assert all(server.takes.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from distserve_planner.cluster import Cluster
 from distserve_planner.devices.catalog import device_spec, latency_model
@@ -43,7 +44,7 @@ def states() -> SteadyStates:
     return SteadyStates(problem(), [named_workload(name) for name in MIXES])
 
 
-def rates_of(values: np.ndarray) -> Rates:
+def rates_of(values: NDArray[np.float64]) -> Rates:
     return Rates(STEP_S * np.arange(len(values)), values.astype(float), STEP_S)
 
 
