@@ -30,6 +30,7 @@ def decode_set(lengths: list[tuple[int, int]], counting: bool) -> DecodeSet:
     return running
 
 
+@settings(deadline=None)
 @given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 60))
 def test_advance_k_equals_k_single_steps(lengths: list[tuple[int, int]], limit: int) -> None:
     skipping, stepping = decode_set(lengths, counting=True), decode_set(lengths, counting=False)
@@ -48,6 +49,7 @@ def test_advance_k_equals_k_single_steps(lengths: list[tuple[int, int]], limit: 
         assert b.num_blocks == len(b.blocks)
 
 
+@settings(deadline=None)
 @given(st.lists(LENGTHS, min_size=1, max_size=10), st.integers(1, 200))
 def test_horizon_is_the_last_step_that_has_its_blocks(lengths: list[tuple[int, int]], spare: int) -> None:
     running = decode_set(lengths, counting=True)
