@@ -30,6 +30,9 @@ COMMANDS = (
         "write Prometheus and Grafana configuration, dashboard included",
     ),
     Command("doctor", "distserve_tools.doctor", "what is wrong with this machine, or with a repository"),
+    Command(
+        "chaos", "distserve_tools.chaos.command", "break a deployment and count what becomes of requests"
+    ),
     Command("openai", "distserve_tools.openai_api.command", "OpenAI API in front of a running server"),
 )
 
