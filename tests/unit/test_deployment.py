@@ -144,6 +144,8 @@ def test_scripts_of_several_hosts() -> None:
     assert {p for p in written if p.endswith(".sh")} == {"run-a.sh", "run-b.sh"}
     words = words_of(written["run-b.sh"])
     assert "--network=host" in words
+    assert "--stop-timeout=90" in words
+    assert "--stop-timeout=150" in words_of(written["run-a.sh"])  # two drains: front end, then server
     assert "--health-cmd=distserve health --http 10.0.0.2:8000" in words
     assert f"--volume=/etc/distserve/secret:{SECRET_FILE}:ro" in words
     serve = words[words.index("registry.example:5000/llm:1") + 1 :]

@@ -50,7 +50,8 @@ def _script(plan: ContainerPlan, node: ContainerNode, secret: str | None, settin
     options.append([f"--shm-size={node.shm_bytes}"])
     options += [[f"--ulimit={key}={value}:{value}"] for key, value in ULIMITS.items()]
     options += [["--cap-drop=ALL"], ["--security-opt=no-new-privileges"]]
-    options.append([f"--stop-timeout={settings.drain_s + settings.stop_margin_s}"])
+    drains = 2 if node.orchestrator else 1  # the front end's, then the server's
+    options.append([f"--stop-timeout={drains * settings.drain_s + settings.stop_margin_s}"])
     if plan.single:
         # the model-control API is for this host only: who can load a model can run code
         options += [[f"--publish=127.0.0.1:{p}:{p}"] for p in (ports.http, ports.grpc, ports.metrics)]
