@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -156,7 +157,7 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 
 
 @contextlib.contextmanager
-def _lost() -> Any:
+def _lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
