@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Protocol
 
-import numpy as np
-
 from distserve_planner.search.deployment import Deployment
 from distserve_planner.watch.decision import Switch
 from distserve_planner.watch.history import History
@@ -39,7 +37,7 @@ class Static:
 
 @dataclass
 class Autoscaler:
-    """Copies of a unit (prefill and decode in the ratio that was planned), by mean rate over the last steps.
+    """Copies of a unit (prefill and decode in the ratio that was planned), by the mean rate of the last step.
 
     As replica autoscalers do: wanted = mean rate / (capacity of a unit x utilisation aimed at), nothing
     within 10 % of the present, and down only to the most that was wanted over the last steps (stabilisation).
@@ -52,9 +50,8 @@ class Autoscaler:
     most: int
     load_s: float
     utilisation: float = 0.8
-    steps: int = 3
+    hold_steps: int = 2
     name: str = "autoscaler on averages"
-    _rates: list[float] = field(default_factory=list)
     _wanted: list[int] = field(default_factory=list)
 
     @property
@@ -62,12 +59,11 @@ class Autoscaler:
         return times(self.unit, self.count)
 
     def step(self, start_s: float, end_s: float, seen: History) -> tuple[Deployment, Switch] | None:
-        self._rates.append(len(seen) / (end_s - start_s))
-        mean = float(np.mean(self._rates[-self.steps :]))
+        mean = len(seen) / (end_s - start_s)
         load = mean / (self.count * self.capacity_rps * self.utilisation)
         wanted = self.count if abs(load - 1) <= 0.1 else ceil(self.count * load)
         self._wanted.append(min(max(1, wanted), self.most))
-        count = max(self._wanted[-self.steps :]) if self._wanted[-1] < self.count else self._wanted[-1]
+        count = max(self._wanted[-self.hold_steps :]) if self._wanted[-1] < self.count else self._wanted[-1]
         if count == self.count:
             return None
         added = (count - self.count) * self.unit.devices
