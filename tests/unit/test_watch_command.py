@@ -85,7 +85,7 @@ def test_rates_are_replayed_for_each_policy(tmp_path: Path, capsys: pytest.Captu
     table = tmp_path / "rates.csv"
     rows = [f"a,{600 * i},{100 if 60 <= i < 100 else 20 if i != 30 else 0}" for i in range(144)]
     table.write_text("model,t_s,rate_rps\n" + "\n".join(rows) + "\n")
-    words = ["--rates", str(table), "--series", "a", "--mixes", "humaneval,sharegpt", "--peak-rate", "3"]
+    words = ["--rates", str(table), "--series", "a", "--mixes", "humaneval,sharegpt", "--peak-rate", "5"]
     assert main(["watch", *CASE, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     static, scaler, watch = found["policies"]
