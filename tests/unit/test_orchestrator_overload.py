@@ -244,3 +244,12 @@ def test_attainment_window() -> None:
 def test_settings_are_checked(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         OrchestratorConfig.load(json.dumps({"model": "m", **settings}))
+
+
+def test_a_queue_that_stands_still_behind_a_long_prompt_is_no_rate() -> None:
+    drain = DrainRate(window_s=5.0, least_s=1.0)
+    drain.left(0.0, 0, empty=False)
+    assert drain.rate(3.0) is None
+    drain.left(3.0, 600, empty=False)
+    assert drain.rate(3.0) == pytest.approx(200.0)
+    assert drain.rate(20.0) is None

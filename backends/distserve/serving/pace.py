@@ -80,12 +80,13 @@ class DrainRate:
             self._forget(now)
 
     def rate(self, now: float) -> float | None:
-        """None: the queue has not been filled for long enough."""
+        """None: the queue has not been filled for long enough, or nothing has left it lately."""
         if self._since_s is None:
             return None
         self._forget(now)
         begin = max(self._since_s, now - self._window_s)
-        return self._tokens / (now - begin) if now - begin >= self._least_s else None
+        # nothing has left: a long prompt is being computed, which is no sign that nothing ever will
+        return self._tokens / (now - begin) if self._tokens and now - begin >= self._least_s else None
 
     def _forget(self, now: float) -> None:
         while self._left and self._left[0][0] < now - self._window_s:
