@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("build/testbed"), help="folder (%(default)s)")
     parser.add_argument("--profile", type=Path, help="step times of the demo model, instead of measuring")
     parser.add_argument("--run-s", type=float, help="seconds of load per run")
+    parser.add_argument(
+        "--top-rate", type=float, help="requests/s to measure around, instead of the simulation's limit"
+    )
     parser.add_argument("--vllm", action="store_true", help="two vLLM servers beside ours, also with --quick")
     parser.add_argument("--no-vllm", action="store_true", help="leave them out of the full run")
 
@@ -85,8 +88,9 @@ def _model(
     campaigns = []
     for workload in plan.workloads:
         lm = max(SHORTEST_BATCH, profile.latency_model().lm_tokens_for(1))
-        limits, top = sizing(profile, workload, EngineLimits(lm, 256))
-        say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun expected at {top:.2f}/s")
+        limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
+        top = args.top_rate or simulated_top
+        say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
         with _all_systems(model, limits, with_vllm, say) as served:
             campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say))
     return campaigns
