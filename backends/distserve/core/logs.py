@@ -51,3 +51,17 @@ def log_to_stderr(log_format: LogFormat, instance: str, level: int = logging.INF
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format, instance))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def log_package_to_stderr(log_format: LogFormat, instance: str, level: int = logging.INFO) -> None:
+    """In a process of Triton's, the stub: what `distserve` logs, and nothing else.
+
+    The stub's stderr is the server's log. Triton's own logger is left alone: it sends every line through
+    shared memory that the answer to `initialize` is on its way through, too.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(log_format, instance))
+    logger = logging.getLogger("distserve")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False

@@ -17,10 +17,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from distserve.core.config import EngineConfig
+from distserve.core.logs import log_package_to_stderr
 from distserve.serving.orchestrator_config import model_parameter
 from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, ServingError, error_reply
 from distserve.serving.supervisor import Supervisor
-from distserve.serving.triton_logging import log_to_triton
 
 MODEL_PARAMETER = "engine"
 _MESSAGE, _REPLY = STAGE_INPUTS[0].name, STAGE_OUTPUTS[0].name
@@ -35,7 +35,7 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"]).get("parameters")
         text = model_parameter(parameters, MODEL_PARAMETER)
         config = EngineConfig.load(json.loads(text), MODEL_PARAMETER)
-        log_to_triton(config.instance, config.log_format)
+        log_package_to_stderr(config.log_format, config.instance)
         self._supervisor = Supervisor(text)
         try:
             self._supervisor.start()

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from distserve.core.logs import log_package_to_stderr
 from distserve.core.model_config import resolve_model
 from distserve.serving.bls_client import BlsClient
 from distserve.serving.client_request import ClientRequest, parse_request
@@ -40,7 +41,6 @@ from distserve.serving.request_log import RequestLog
 from distserve.serving.responses import ResponseBuilder
 from distserve.serving.schema import ServingError
 from distserve.serving.text_codec import TextCodec, load_codec
-from distserve.serving.triton_logging import log_to_triton
 from distserve.serving.triton_metrics import TritonMetricBackend
 from distserve.serving.triton_tensors import read_inputs
 
@@ -60,7 +60,7 @@ class TritonPythonModel:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         parameters = json.loads(args["model_config"]).get("parameters")
         self._config = config = OrchestratorConfig.load(model_parameter(parameters, MODEL_PARAMETER))
-        log_to_triton(args["model_instance_name"], config.log_format)
+        log_package_to_stderr(config.log_format, args["model_instance_name"])
         self._codec: TextCodec = load_codec(resolve_model(self._config.model))
         # the same after a restart, different for every orchestrator that an instance may meet
         self._owner = f"{socket.gethostname()}:{args['model_repository']}:{args['model_instance_name']}"[
