@@ -129,7 +129,10 @@ def _prediction(campaign: Campaign) -> str:
         for label, slo in campaign.slos.items()
         if (value := repeat_noise(campaign.runs, campaign.systems, slo)) is not None
     ]
-    repeats = sum(r.rate_rps == campaign.repeated_rate for r in campaign.runs) // len(campaign.systems)
+    repeats = max(
+        sum(r.rate_rps == campaign.repeated_rate and r.system == name for r in campaign.runs)
+        for name in campaign.systems
+    )
     text = (
         f"Noise, the standard deviation of attainment between {repeats} runs of the same requests at "
         f"{campaign.repeated_rate:g}/s: " + "; ".join(noise) + "."
