@@ -18,7 +18,14 @@ from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_tools.load.record import Record
 from distserve_tools.testbed import systems
-from distserve_tools.testbed.campaign import Campaign, blocks_of, grid, keep_whole_rates, sizing
+from distserve_tools.testbed.campaign import (
+    Campaign,
+    blocks_of,
+    grid,
+    keep_whole_rates,
+    per_token_cpu,
+    sizing,
+)
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import (
     ENGINE,
@@ -37,6 +44,7 @@ from distserve_tools.testbed.prediction import ServerTerms, fit_terms, predict, 
 from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
 from distserve_tools.testbed.report import goodputs, report
 from distserve_tools.testbed.runs import Run
+from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import CHUNKED, DISAGGREGATED, PREFILL_FIRST, SYSTEMS, EngineLimits
 from distserve_tools.testbed.traces import lone_requests, requests_at
 
@@ -231,7 +239,7 @@ def campaign() -> Campaign:
             record.stages = {"prefill": 0.2, "transfer": 0.001, "decode": 0.1}
     lone = {name: run_of(name, 0.1, 0, 0, 3) for name in (DISAGGREGATED, "vllm")}
     slos = {"easy": Slo(1.0, 0.1), "hard": Slo(0.1, 0.1)}
-    return Campaign("m", WORKLOADS[0], profile(), LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs)
+    return Campaign("m", WORKLOADS[0], profile(), LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs=runs)
 
 
 def test_the_report_has_every_table() -> None:
@@ -284,3 +292,19 @@ def test_an_interrupted_campaign_keeps_whole_rates() -> None:
     keep_whole_rates(cut)
     assert cut.rates == [1.0, 2.0]
     assert {run.rate_rps for run in cut.runs} == {1.0, 2.0}
+
+
+def test_processor_time_without_load_is_not_charged_to_tokens() -> None:
+    busy = campaign()
+    spent = sum(run.cpu.beside_engines for run in busy.runs[1:3])
+    tokens = sum(run.tokens for run in busy.runs[1:3])
+    assert per_token_cpu(busy, DISAGGREGATED) == pytest.approx(spent / tokens)
+    busy.background_cores = 0.004
+    assert per_token_cpu(busy, DISAGGREGATED) == pytest.approx((spent - 0.004 * 20.0) / tokens)
+
+
+def test_the_comparison_without_a_server_names_a_best_system() -> None:
+    text = simulated_goodputs(profile(), WORKLOADS[:1], LIMITS)
+    rows = [line for line in text.splitlines() if line.startswith("| chat")]
+    assert len(rows) == 8  # four objectives, two targets
+    assert any("disaggregated |" in row or "prefill |" in row for row in rows)

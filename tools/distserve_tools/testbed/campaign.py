@@ -17,7 +17,7 @@ from distserve_tools.testbed.prediction import (
     predict,
     system_spec,
 )
-from distserve_tools.testbed.runs import Run, run_once
+from distserve_tools.testbed.runs import Run, idle_time, run_once
 from distserve_tools.testbed.systems import CHUNKED, SYSTEMS, EngineLimits, Served
 from distserve_tools.testbed.traces import lone_requests, requests_at
 
@@ -25,6 +25,7 @@ SIZING_REQUESTS = 400  # simulated, to choose rates and the chunk
 # rates, as shares of the highest at which half of the requests meet the objectives in the simulation
 LOWEST, HIGHEST = 0.3, 1.2
 WARM_UP_REQUESTS = 4
+IDLE_S = 4.0
 
 Say = Callable[[str], None]
 
@@ -42,6 +43,7 @@ class Campaign:
     terms: Mapping[str, ServerTerms]
     rates: Sequence[float]
     repeated_rate: float
+    background_cores: float = 0.0  # beside the engines, while nothing is asked of any system
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -120,12 +122,13 @@ def run_campaign(
     for name, system in served.items():
         say(f"{workload.label}: {len(lone_trace)} lone requests, {name}")
         lone[name] = run_once(system, everybody, lone_trace, 0.0, 0, vocab)
+    idle = idle_time(everybody, IDLE_S)
     ttft, tpot = _lone_times(lone)
     slos = {objective.label: objective.slo(ttft, tpot) for objective in OBJECTIVES}
     rates = grid(top_rps, plan.rates)
-    campaign = Campaign(
-        model, workload, profile, limits, lone, slos, {}, rates, repeated_rate=rates[len(rates) // 2]
-    )
+    campaign = Campaign(model, workload, profile, limits, lone, slos, {}, rates, rates[len(rates) // 2])
+
+    campaign.background_cores = idle.beside_engines / idle.wall
 
     def measure(rate: float, repeat: int) -> None:
         count = max(8, round(rate * plan.run_s))
@@ -165,7 +168,7 @@ def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served
         if name not in SYSTEMS:
             continue  # a peer: its engine is not profiled
         spec = system_spec(name, campaign.profile, campaign.limits, system.blocks, ServerTerms())
-        per_token = _per_token_cpu(campaign, name)
+        per_token = per_token_cpu(campaign, name)
         terms[name] = fit_terms(spec, lone, campaign.lone[name].records, per_token)
     campaign.terms = terms
     specs = {
@@ -177,11 +180,16 @@ def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served
             run.predicted = predict(specs[run.system], run.trace, terms[run.system])
 
 
-def _per_token_cpu(campaign: Campaign, system: str) -> float:
-    """Processor seconds beside the engines for one token, over the repeats of the middle rate."""
+def per_token_cpu(campaign: Campaign, system: str) -> float:
+    """Processor seconds beside the engines for one more token, over the repeats of the middle rate.
+
+    What the servers take without any load is left out: lone requests, which the other terms are fitted to,
+    have had it, too.
+    """
     runs = [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.repeated_rate]
     tokens = sum(run.tokens for run in runs)
-    return sum(run.cpu.beside_engines for run in runs) / tokens if tokens else 0.0
+    spent = sum(run.cpu.beside_engines - campaign.background_cores * run.cpu.wall for run in runs)
+    return max(0.0, spent) / tokens if tokens else 0.0
 
 
 def _lone_gap(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> float:

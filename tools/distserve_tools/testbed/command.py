@@ -23,6 +23,7 @@ from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
 from distserve_tools.testbed.comparison import pairs, repeat_noise
 from distserve_tools.testbed.plan import RANDOM_MODEL, TestbedPlan
 from distserve_tools.testbed.report import report
+from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
 from distserve_tools.testbed.transfer_rates import rates_table, transfer_rates
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
@@ -34,6 +35,7 @@ EXAMPLES = """\
 examples:
   distserve testbed --quick                      minutes: one model, one workload, nothing is judged
   distserve testbed                              hours: both models, three workloads, vLLM beside
+  distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
 """
 
@@ -49,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-rate", type=float, help="requests/s to measure around, instead of the simulation's limit"
     )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="no server: simulated goodput with the step times of --profile",
+    )
     parser.add_argument("--vllm", action="store_true", help="two vLLM servers beside ours, also with --quick")
     parser.add_argument("--no-vllm", action="store_true", help="leave them out of the full run")
 
@@ -58,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     plan = TestbedPlan.quick() if args.quick else TestbedPlan()
     if args.run_s is not None:
         plan = plan.lasting(args.run_s)
+    if args.simulate:
+        return _simulate(args)
     lines = StepLines()
     cores()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -75,6 +84,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
 
+def _simulate(args: argparse.Namespace) -> int:
+    if args.profile is None:
+        raise ConfigError("--simulate: needs --profile FILE, which `distserve profile` writes")
+    profile = Profile.load(args.profile)
+    limits = EngineLimits(_batch_tokens(profile), 256)
+    sys.stdout.write(simulated_goodputs(profile, TestbedPlan().workloads, limits) + "\n")
+    return 0
+
+
+def _batch_tokens(profile: Profile) -> int:
+    return max(SHORTEST_BATCH, profile.latency_model().lm_tokens_for(1))
+
+
 def _model(
     plan: TestbedPlan, name: str, args: argparse.Namespace, with_vllm: bool, say: Callable[[str], None]
 ) -> list[Campaign]:
@@ -87,7 +109,7 @@ def _model(
     profile = _profile(model, plan, args.output / f"profile-{_slug(name)}.yaml", given, say)
     campaigns = []
     for workload in plan.workloads:
-        lm = max(SHORTEST_BATCH, profile.latency_model().lm_tokens_for(1))
+        lm = _batch_tokens(profile)
         limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
         top = args.top_rate or simulated_top
         say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")

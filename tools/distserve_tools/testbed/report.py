@@ -195,6 +195,7 @@ def _stages(campaign: Campaign) -> str:
 
 def _cpu(campaign: Campaign) -> str:
     rows = [_cpu_row(run) for run in campaign.runs if run.repeat == 0]
+    idle = f"Beside the engines while nothing is asked: {campaign.background_cores:.2f} cores."
     head = [
         "run",
         *(f"{part} (cores)" for part in PARTS),
@@ -203,7 +204,7 @@ def _cpu(campaign: Campaign) -> str:
         "beside engines per token",
         "generator lag P99",
     ]
-    return table(head, rows)
+    return idle + "\n\n" + table(head, rows)
 
 
 def _cpu_row(run: Run) -> list[str]:

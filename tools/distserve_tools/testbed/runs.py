@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,14 @@ class Run:
             "cpu_s": {**self.cpu.parts, "other processes": self.cpu.others, "wall": self.cpu.wall},
             "requests": requests,
         }
+
+
+def idle_time(everybody: Iterable[Served], seconds: float) -> CpuSeconds:
+    """What all systems take while nothing is asked of them. The generator sleeps."""
+    pids = [pid for system in everybody for pid in system.pids]
+    before = processor_time(pids)
+    time.sleep(seconds)
+    return processor_time(pids).since(before)
 
 
 def run_once(

@@ -1,0 +1,46 @@
+"""The comparison without a server: goodput of all systems and workloads by the planner's simulator alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distserve_planner.profile_file import Profile
+from distserve_tools.testbed.campaign import blocks_of, grid, sizing
+from distserve_tools.testbed.comparison import goodput_rps, winner
+from distserve_tools.testbed.plan import OBJECTIVES, ScaledWorkload
+from distserve_tools.testbed.prediction import ServerTerms, predict, system_spec
+from distserve_tools.testbed.report import DEVICES, TARGETS, table
+from distserve_tools.testbed.systems import SYSTEMS, EngineLimits
+from distserve_tools.testbed.traces import lone_requests, requests_at
+
+RATES = 7
+REQUESTS = 2000
+SEED = 1
+
+
+def simulated_goodputs(profile: Profile, workloads: Sequence[ScaledWorkload], limits: EngineLimits) -> str:
+    """A Markdown table, requests/s per core; engines alone, nothing that a server adds."""
+    rows = []
+    for workload in workloads:
+        chosen, top = sizing(profile, workload, limits)
+        blocks = blocks_of(profile, chosen)
+        terms = ServerTerms()
+        specs = {name: system_spec(name, profile, chosen, blocks, terms) for name in SYSTEMS}
+        context = profile.model.max_context
+        lone = predict(specs[SYSTEMS[0]], lone_requests(workload, 2, 1e4, context), terms)
+        traces = {rate: requests_at(workload, rate, REQUESTS, SEED, context) for rate in grid(top, RATES)}
+        seen = {
+            name: {rate: predict(spec, trace, terms) for rate, trace in traces.items()}
+            for name, spec in specs.items()
+        }
+        for objective in OBJECTIVES:
+            slo = objective.slo(float(lone.ttft_s[0]), float(lone.tpot_s[0]))
+            for target in TARGETS:
+                goodputs = {
+                    name: goodput_rps([(r, float(p.met(slo).mean())) for r, p in by_rate.items()], target)
+                    / DEVICES
+                    for name, by_rate in seen.items()
+                }
+                cells = [f"{value:.2f}" for value in goodputs.values()]
+                rows.append([workload.label, objective.label, f"{target:.0%}", *cells, winner(goodputs)])
+    return table(["workload", "objective", "attained", *SYSTEMS, "best"], rows)
