@@ -7,8 +7,9 @@ from torch import Tensor
 from distserve_kernels.triton_lang.kernels.pages import copy_blocks
 from distserve_kernels.triton_lang.kernels.pages import store as store_kernel
 from distserve_kernels.triton_lang.launch import FUSED, ceil_div, packed_rows, padded
-from distserve_kernels.triton_lang.rows import copy_warps, heads_per_program
+from distserve_kernels.triton_lang.rows import copy_warps
 
+STORE_ELEMENTS = 1024  # of K, and of V, of a program of `store`
 COPY_BYTES = 8192  # of a program of `copy_blocks`
 
 
@@ -18,22 +19,23 @@ def store(k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: T
     tokens, kv_heads, dim = k.shape
     if not tokens:
         return
-    block = heads_per_program(kv_heads, dim)
-    store_kernel[(tokens, ceil_div(kv_heads, block))](
+    rows, block = tokens * kv_heads, STORE_ELEMENTS // padded(dim)  # for any number of tokens one variant
+    store_kernel[(ceil_div(rows, block),)](
         k,
         v,
         key_pages,
         value_pages,
         slots,
+        rows,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
         KV_HEADS=kv_heads,
         HEAD_DIM=dim,
-        BLOCK_H=block,
+        BLOCK_R=block,
         BLOCK_D=padded(dim),
-        num_warps=copy_warps(block * padded(dim) * k.element_size()),
+        num_warps=copy_warps(STORE_ELEMENTS * k.element_size()),
         **FUSED,
     )
 

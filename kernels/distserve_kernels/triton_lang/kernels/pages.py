@@ -4,37 +4,35 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # varies while serving
 def store(
     k,  # [T, KV_HEADS, HEAD_DIM]
     v,
     keys,  # [num_blocks, block_size, KV_HEADS, HEAD_DIM]
     values,
     slots,  # int64 [T]: block * block_size + offset; negative: skipped
+    rows,  # T * KV_HEADS
     k_stride,
     k_head_stride,
     v_stride,
     v_head_stride,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (T, ceil(KV_HEADS / BLOCK_H))."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """BLOCK_R heads, of one token or several, per program. Grid (ceil(rows / BLOCK_R),)."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = (row // KV_HEADS).to(tl.int64)
+    head = row % KV_HEADS
+    slot = tl.load(slots + token, mask=row < rows, other=-1)
     column = tl.arange(0, BLOCK_D)
-    mask = (head < KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
-    key = tl.load(
-        k + token * k_stride + (head * k_head_stride)[:, None] + column[None, :], mask=mask, other=0.0
-    )
-    value = tl.load(
-        v + token * v_stride + (head * v_head_stride)[:, None] + column[None, :], mask=mask, other=0.0
-    )
-    to = slot * (KV_HEADS * HEAD_DIM) + (head * HEAD_DIM)[:, None] + column[None, :]
+    mask = (slot >= 0)[:, None] & (column < HEAD_DIM)[None, :]
+    from_k = (token * k_stride + head * k_head_stride)[:, None] + column[None, :]
+    from_v = (token * v_stride + head * v_head_stride)[:, None] + column[None, :]
+    key = tl.load(k + from_k, mask=mask, other=0.0)
+    value = tl.load(v + from_v, mask=mask, other=0.0)
+    to = (slot * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM)[:, None] + column[None, :]
     tl.store(keys + to, key, mask=mask)
     tl.store(values + to, value, mask=mask)
 
