@@ -15,13 +15,14 @@ from distserve_planner.goodput import Goodput, Precision, Requests
 from distserve_planner.placement import placement_of
 from distserve_planner.placement_check import check_placement
 from distserve_planner.placement_file import parse_placement
-from distserve_planner.search.algorithm1 import combinations, replicas
+from distserve_planner.search.algorithm1 import Candidate, combinations, replicas
 from distserve_planner.search.algorithm2 import bounded_units
 from distserve_planner.search.assignment import assign
 from distserve_planner.search.bounds import decode_ceiling, prefill_ceiling, system_ceiling
 from distserve_planner.search.candidates import pairs, phase_tasks, shapes, tp_degrees
 from distserve_planner.search.deployment import Deployment, Group
 from distserve_planner.search.evaluate import evaluate
+from distserve_planner.search.least_devices import least_devices
 from distserve_planner.search.problem import Assumptions, Problem
 from distserve_planner.search.result import Objective, SearchResult
 from distserve_planner.search.search import search
@@ -162,6 +163,16 @@ def test_least_devices_meets_the_rate_with_both_objectives() -> None:
     assert entry.at.both >= 0.9
     for row in result.family_best.values():
         assert row.score == 0 or row.deployment.devices >= devices
+
+
+def test_a_deployment_that_is_reached_in_two_ways_is_tried_once() -> None:
+    given = replace(problem(devices=4), families=("prefill_first",))
+    one = Candidate(Deployment("prefill_first", unified=Group(Shape(1, 1), 1)), 1.0)
+    with Workers(given, 1) as workers:
+        rows = least_devices(workers, given, [one, one, replace(one, predicted=2.0)], rate=1.0)
+    names = [str(row.deployment) for row in rows]
+    assert names
+    assert len(names) == len(set(names))
 
 
 def test_tightest_scale_and_offline_throughput() -> None:

@@ -38,9 +38,10 @@ def least_devices(
     fails comes back with one more instance of the phase that missed (a unit more where phases are paired or
     colocated), until it does not fit the cluster. `more` failures are kept to say why they lost.
     """
-    heap: list[tuple[int, float, str, Candidate]] = []
+    queue = _Queue(problem)
     for candidate in candidates:
-        _push(heap, candidate, problem)
+        queue.push(candidate)
+    heap = queue.heap
     passed: list[Ranked] = []
     failed: dict[str, Ranked] = {}
     tries = 0
@@ -61,16 +62,28 @@ def least_devices(
                 passed.append(entry)
             else:
                 failed[_shapes(candidate.deployment)] = entry
-                _push(heap, _larger(candidate, verdict, problem), problem)
+                queue.push(_larger(candidate, verdict, problem))
         passed.sort(key=lambda r: (r.deployment.devices, -(r.at.both if r.at else 0.0), str(r.deployment)))
     lost = sorted(failed.values(), key=lambda r: (r.deployment.devices, str(r.deployment)))
     return passed + lost[:more]
 
 
-def _push(heap: list[tuple[int, float, str, Candidate]], candidate: Candidate, problem: Problem) -> None:
-    deployment = candidate.deployment
-    if deployment.devices <= problem.cluster.num_devices and assign(deployment, problem.cluster) is not None:
-        heapq.heappush(heap, (deployment.devices, -candidate.predicted, str(deployment), candidate))
+class _Queue:
+    """Deployments to try, fewest devices first. One that is reached in two ways is tried once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.heap: list[tuple[int, float, str, Candidate]] = []  # names differ: candidates are never compared
+        self._cluster = problem.cluster
+        self._seen: set[str] = set()
+
+    def push(self, candidate: Candidate) -> None:
+        """Takes a candidate that fits the cluster and has not been here before."""
+        deployment, name = candidate.deployment, str(candidate.deployment)
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        if deployment.devices <= self._cluster.num_devices and assign(deployment, self._cluster) is not None:
+            heapq.heappush(self.heap, (deployment.devices, -candidate.predicted, name, candidate))
 
 
 def _larger(candidate: Candidate, verdict: Verdict, problem: Problem) -> Candidate:
