@@ -165,14 +165,17 @@ def test_least_devices_meets_the_rate_with_both_objectives() -> None:
         assert row.score == 0 or row.deployment.devices >= devices
 
 
-def test_a_deployment_that_is_reached_in_two_ways_is_tried_once() -> None:
-    given = replace(problem(devices=4), families=("prefill_first",))
-    one = Candidate(Deployment("prefill_first", unified=Group(Shape(1, 1), 1)), 1.0)
-    with Workers(given, 1) as workers:
-        rows = least_devices(workers, given, [one, one, replace(one, predicted=2.0)], rate=1.0)
-    names = [str(row.deployment) for row in rows]
-    assert names
-    assert len(names) == len(set(names))
+def test_deployments_of_the_same_name_are_told_apart() -> None:
+    given = replace(problem(nodes=2, devices=4), families=("low",))
+    on_one_node, on_two = (
+        Candidate(Deployment("low", prefill=group, decode=group), 50.0)
+        for group in (Group(Shape(1, 2), 1, segments) for segments in (1, 2))
+    )
+    assert str(on_one_node.deployment) == str(on_two.deployment)
+    with Workers(given, 2) as workers:  # both in one wave: the search ends with the first that passes
+        rows = least_devices(workers, given, [on_one_node, on_two], rate=0.5)
+    passed = [row.deployment for row in rows if row.rate]
+    assert sorted(d.prefill.segments for d in passed if d.prefill) == [1, 2]
 
 
 def test_tightest_scale_and_offline_throughput() -> None:

@@ -48,14 +48,14 @@ def least_devices(
     while heap and tries < MOST_TRIES:
         if passed and heap[0][0] >= passed[0].deployment.devices:
             break
-        wave = [heapq.heappop(heap)[3] for _ in range(min(len(heap), workers.jobs))]
+        wave = [heapq.heappop(heap)[-1] for _ in range(min(len(heap), workers.jobs))]
         tries += len(wave)
         verdicts = workers.map([RateTask(c.deployment, rate) for c in wave])
         again = [c for c, v in zip(wave, verdicts, strict=True) if isinstance(v, Verdict) and v.meets]
         long = workers.map([RateTask(c.deployment, rate, long=True) for c in again])
-        confirmed = dict(zip((str(c.deployment) for c in again), long, strict=True))
+        confirmed = dict(zip((c.deployment for c in again), long, strict=True))
         for candidate, first in zip(wave, verdicts, strict=True):
-            verdict = confirmed.get(str(candidate.deployment), first)
+            verdict = confirmed.get(candidate.deployment, first)
             assert isinstance(verdict, Verdict)
             entry = _ranked(candidate, verdict, rate)
             if verdict.meets:
@@ -69,21 +69,23 @@ def least_devices(
 
 
 class _Queue:
-    """Deployments to try, fewest devices first. One that is reached in two ways is tried once."""
+    """Deployments to try, fewest devices first; among equals by name, then in the order they came.
+
+    A name does not tell how a pipeline lies on nodes, so two deployments may share it.
+    """
 
     def __init__(self, problem: Problem) -> None:
-        self.heap: list[tuple[int, float, str, Candidate]] = []  # names differ: candidates are never compared
+        self.heap: list[tuple[int, float, str, int, Candidate]] = []
         self._cluster = problem.cluster
-        self._seen: set[str] = set()
+        self._count = 0
 
     def push(self, candidate: Candidate) -> None:
-        """Takes a candidate that fits the cluster and has not been here before."""
-        deployment, name = candidate.deployment, str(candidate.deployment)
-        if name in self._seen:
-            return
-        self._seen.add(name)
+        """Takes a candidate if it fits the cluster."""
+        deployment = candidate.deployment
         if deployment.devices <= self._cluster.num_devices and assign(deployment, self._cluster) is not None:
-            heapq.heappush(self.heap, (deployment.devices, -candidate.predicted, name, candidate))
+            self._count += 1
+            key = (deployment.devices, -candidate.predicted, str(deployment), self._count)
+            heapq.heappush(self.heap, (*key, candidate))
 
 
 def _larger(candidate: Candidate, verdict: Verdict, problem: Problem) -> Candidate:

@@ -82,10 +82,10 @@ class Search:
 
 def simulated(problem: Problem) -> Probe:
     """A probe that runs each simulation once, however often it is asked."""
-    seen: dict[tuple[str, float], Verdict] = {}
+    seen: dict[tuple[Deployment, float], Verdict] = {}
 
     def run(deployment: Deployment, rate: float) -> Verdict:
-        key = (str(deployment), rate)
+        key = (deployment, rate)
         if key not in seen:
             seen[key] = _probe(problem, deployment, rate)
         return seen[key]
@@ -122,13 +122,13 @@ def fewest_devices(
     queue = sorted(candidates(search, present, rate), key=lambda d: (d.devices, str(d)))
     queue = [d for d in queue if _fits(problem, d, limit)]
     best: Choice | None = None
-    seen: set[str] = set()
+    seen: set[Deployment] = set()
     tried = 0
     while queue and tried < _TRIES:
         deployment = queue.pop(0)
-        if str(deployment) in seen:
+        if deployment in seen:
             continue
-        seen.add(str(deployment))
+        seen.add(deployment)
         tried += 1
         verdict = run(deployment, rate)
         choice = Choice(deployment, rate, verdict.attainment, verdict.meets, tried)

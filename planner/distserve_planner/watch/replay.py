@@ -91,7 +91,7 @@ class SteadyStates:
             )
         self._inputs = [float(np.mean(p.requests.inputs)) for p in self._problems]
         self._outputs = [float(np.mean(p.requests.outputs)) for p in self._problems]
-        self._seen: dict[tuple[int, str, int], Seen] = {}
+        self._seen: dict[tuple[int, Deployment, int], Seen] = {}
         self._searches = [Search(p, self._probe(mix)) for mix, p in enumerate(self._problems)]
 
     @property
@@ -100,7 +100,7 @@ class SteadyStates:
 
     def at(self, mix: int, deployment: Deployment, rate: float) -> Seen:
         exponent = round(log(max(rate, 1e-3)) / log(1 + GRID))
-        key = (mix, str(deployment), exponent)
+        key = (mix, deployment, exponent)
         if key not in self._seen:
             self._seen[key] = _steady(self._problems[mix], deployment, exp(exponent * log(1 + GRID)))
         return self._seen[key]
