@@ -186,9 +186,10 @@ def test_cancel_while_queued_and_while_leased(fleet: Fleet) -> None:
         fleet.prefill(entry)
     (queued,) = fleet.entries([prompt(230)], GREEDY)
     fleet.p.caller.accept(queued)
-    time.sleep(0.05)
-    status = fleet.p.status()
-    assert (status["queued"], status["leases"]) == (1, 4)
+    deadline = time.monotonic() + 10
+    while ((status := fleet.p.status())["queued"], status["leases"]) != (1, 4):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
     fleet.p.caller.manage("cancel", queued["id"], fill[0]["id"])
     assert fleet.p.caller.finish(queued["id"]).finished == "cancelled"
     fleet.p.caller.manage("release", *(entry["id"] for entry in fill[1:]))
@@ -262,11 +263,10 @@ def test_kill_9_of_the_prefill_engine_during_a_pull(fleet: Fleet) -> None:
     fleet.d.caller.accept(moved)
     fleet.d.caller.wait(moved["id"], lambda record: record.event("admitted"))
     doomed.kill()
-    began = time.monotonic()
     record = fleet.d.caller.finish(moved["id"])
     assert record.error is not None
     assert record.error["code"] == "UNAVAILABLE"
-    assert time.monotonic() - began < 1.0  # not by the transfer's deadline
+    assert "deadline" not in record.error["message"]  # by the end of its connection
     doomed.connection.close()
     doomed.caller.stop()
     fleet.d.settled()

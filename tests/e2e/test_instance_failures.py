@@ -73,12 +73,12 @@ def test_a_killed_decode_engine_is_continued_elsewhere(pair: Deployment) -> None
 
 def test_a_silent_decode_engine_is_continued_elsewhere(pair: Deployment) -> None:
     expected, pid = reference(pair), engine_pid(pair, "decode_1")
-    began = time.monotonic()
     with streams(pair) as calls:
         os.kill(pid, signal.SIGSTOP)
-        answers = [call.result() for call in calls]
-    assert time.monotonic() - began < 20.0
-    os.kill(pid, signal.SIGCONT)
+        try:
+            answers = [call.result() for call in calls]  # while it is silent
+        finally:
+            os.kill(pid, signal.SIGCONT)
     assert [answer.token_ids for answer in answers] == expected
     assert sum(answer.stage_times["recoveries"] for answer in answers) > 0
     all_usable(pair)
