@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError, nearest
+from distserve.core.rank_host_config import rank_model
 from distserve.core.shapes import head_range, layer_range, query_head_range
 from distserve_planner.device_names import Device, parse_device
 from distserve_planner.located_yaml import KeyPath
 from distserve_planner.machine_facts import MachineFacts
 from distserve_planner.memory import kv_bytes_per_token_per_device, weight_bytes_per_device
-from distserve_planner.placement_file import InstancePlan, NodePlan, PlacementFile
+from distserve_planner.placement_file import InstancePlan, NodePlan, Placement, PlacementFile
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 ORCHESTRATOR = "orchestrator"
@@ -85,6 +86,7 @@ class _Check:
                 except ConfigError as error:
                     yield ("nodes", index, "devices", position), str(error)
         yield from _repeated(("instances",), list(placement.names))
+        yield from _like_ranks(placement)
         known = True
         for index, (name, instance) in enumerate(zip(placement.names, placement.instances, strict=True)):
             path: KeyPath = ("instances", index)
@@ -93,9 +95,12 @@ class _Check:
                     (*path, "name"),
                     f"{name!r}: letters, digits, '_' and '-' are allowed, and not {ORCHESTRATOR!r}",
                 )
-            if instance.node is not None and instance.node not in node_names:
-                known = False
-                yield (*path, "node"), f"{instance.node!r}: no such node{nearest(instance.node, node_names)}"
+            places = [(("node",), instance.node)] if instance.node is not None else []
+            places += [(("nodes", rank), node) for rank, node in enumerate(instance.nodes or ())]
+            for place, node in places:
+                if node not in node_names:
+                    known = False
+                    yield (*path, *place), f"{node!r}: no such node{nearest(node, node_names)}"
         if not known:
             return
         yield from self._roles()
@@ -132,29 +137,24 @@ class _Check:
 
     def _network(self) -> _Problems:
         placement = self.file.placement
-        if not placement.spans_hosts:
-            return
-        if placement.transfer_secret_file is None:
+        if placement.spans_hosts and placement.transfer_secret_file is None:
             yield (
                 ("nodes",),
                 "KV goes from host to host, so the instances must know each other; set "
                 "'transfer_secret_file: PATH' to a file with the same secret on every node",
             )
-        for index, node in enumerate(placement.nodes[1:], start=1):
-            if node.grpc_port is None and any(i.node == node.name for i in placement.instances):
-                yield (
-                    ("nodes", index),
-                    f"grpc_port is missing; the orchestrator on {placement.nodes[0].name} calls this node",
-                )
+        for index, node in enumerate(placement.nodes):
+            if node.grpc_port is None and (caller := _caller(placement, node)) is not None:
+                yield ("nodes", index), f"grpc_port is missing; {caller} calls this node"
 
     def devices(self) -> _Problems:
         """Each device once (unless `oversubscribe`), of one kind per instance, and there."""
         placement = self.file.placement
         used: list[_Use] = []
         for index, instance in enumerate(placement.instances):
-            node = placement.node_of(instance)
             kinds = set()
-            for rank, text in enumerate(instance.devices):
+            places = zip(instance.devices, placement.rank_nodes(instance), strict=True)
+            for rank, (text, node) in enumerate(places):
                 path: KeyPath = ("instances", index, "devices", rank)
                 try:
                     device = parse_device(text)
@@ -223,9 +223,8 @@ class _Check:
         host_need: dict[str, list[tuple[str, int]]] = {}
         gpu_need: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for index, instance in enumerate(placement.instances):
-            node = placement.node_of(instance)
             need = self.rank_bytes(instance)
-            for text in instance.devices:
+            for text, node in zip(instance.devices, placement.rank_nodes(instance), strict=True):
                 device = parse_device(text)
                 share = (placement.names[index], need)
                 if device.kind == "cpu":
@@ -265,6 +264,18 @@ class _Check:
         return None
 
 
+def _caller(placement: Placement, node: NodePlan) -> str | None:
+    """Who needs the gRPC port of a node: the orchestrator for its instances, an instance for its ranks."""
+    first = placement.nodes[0]
+    for name, instance in zip(placement.names, placement.instances, strict=True):
+        lead = placement.node_of(instance)
+        if node == lead != first:
+            return f"the orchestrator on {first.name}"
+        if node != lead and placement.ranks_on(instance, node):
+            return f"{name}, whose rank 0 is on {lead.name},"
+    return None
+
+
 def _repeated(path: KeyPath, names: list[str]) -> _Problems:
     first: dict[str, int] = {}
     for index, name in enumerate(names):
@@ -274,6 +285,17 @@ def _repeated(path: KeyPath, names: list[str]) -> _Problems:
                 f"the name {name!r} is taken by {path[0]}[{first[name]}]; give it another 'name'",
             )
         first.setdefault(name, index)
+
+
+def _like_ranks(placement: Placement) -> _Problems:
+    """Instances that are named as the models that host ranks of another."""
+    taken = {rank_model(n): n for n, i in zip(placement.names, placement.instances, strict=True) if i.nodes}
+    for index, name in enumerate(placement.names):
+        if name in taken:
+            yield (
+                ("instances", index, "name"),
+                f"{name!r}: is what hosts ranks of {taken[name]!r}; give another",
+            )
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class InstancePlan:
     devices: tuple[str, ...]
     name: str | None = None  # default: <role>_<index within the role>
     node: str | None = None  # default: the first node
+    nodes: tuple[str, ...] | None = None  # instead, for one over several nodes: of each rank, as `devices`
     tp: int = 1
     pp: int = 1
     limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -60,7 +61,7 @@ class InstancePlan:
 
 _OWN_KEYS = frozenset(f.name for f in dataclasses.fields(InstancePlan)) - {"limits"}
 _SET_BY_PLACEMENT = frozenset(
-    {"instance", "model", "dtype", "block_size", "transfer_host", "transfer_secret_file"}
+    {"instance", "model", "dtype", "block_size", "transfer_host", "transfer_secret_file", "rank_servers"}
 )
 LIMITS = frozenset(f.name for f in dataclasses.fields(EngineConfig)) - _OWN_KEYS - _SET_BY_PLACEMENT
 """Keys of an instance that go to its engine as they are."""
@@ -93,10 +94,22 @@ class Placement:
         return tuple(names)
 
     def node_of(self, instance: InstancePlan) -> NodePlan:
-        """The node that an instance runs on; raises `KeyError` for one that is not listed."""
-        if instance.node is None:
-            return self.nodes[0]
-        return {node.name: node for node in self.nodes}[instance.node]
+        """The node that serves an instance: that of rank 0. Raises `KeyError` for one that is not listed."""
+        name = instance.node if instance.nodes is None else instance.nodes[0]
+        return self.nodes[0] if name is None else self._node(name)
+
+    def rank_nodes(self, instance: InstancePlan) -> tuple[NodePlan, ...]:
+        """The node of each rank; raises `KeyError` for one that is not listed."""
+        if instance.nodes is None:
+            return (self.node_of(instance),) * len(instance.devices)
+        return tuple(self._node(name) for name in instance.nodes)
+
+    def ranks_on(self, instance: InstancePlan, node: NodePlan) -> tuple[int, ...]:
+        """The ranks of an instance that a node hosts."""
+        return tuple(rank for rank, other in enumerate(self.rank_nodes(instance)) if other == node)
+
+    def _node(self, name: str) -> NodePlan:
+        return {node.name: node for node in self.nodes}[name]
 
     @property
     def spans_hosts(self) -> bool:
@@ -120,8 +133,13 @@ class Placement:
             "block_size": self.block_size,
             **instance.limits,
         }
+        lead, rank_nodes = self.node_of(instance), self.rank_nodes(instance)
+        if any(node != lead for node in rank_nodes):
+            values["rank_servers"] = tuple(
+                "" if node == lead else f"{node.host}:{node.grpc_port}" for node in rank_nodes
+            )
         if self.spans_hosts:
-            values["transfer_host"] = self.node_of(instance).host
+            values["transfer_host"] = lead.host
         if self.transfer_secret_file is not None:
             values["transfer_secret_file"] = self.transfer_secret_file
         return values
@@ -130,7 +148,7 @@ class Placement:
         """What the orchestrator is given, unchecked: model, instances, and the `orchestrator` section."""
         instances = []
         for name, instance in zip(self.names, self.instances, strict=True):
-            node = self.nodes[0] if instance.node is None else self.node_of(instance)
+            node = self.node_of(instance)
             entry: dict[str, Any] = {"name": name, "role": instance.role}
             if node != self.nodes[0]:
                 entry["address"] = f"{node.host}:{node.grpc_port}"
@@ -183,13 +201,35 @@ def _from_document(document: LocatedYaml) -> PlacementFile:
     placement = dataclasses.replace(document, values=values).into(Placement)
     _check_orchestrator(document, placement)
     for index, instance in enumerate(placement.instances):
-        if not placement.nodes or instance.node not in (None, *(node.name for node in placement.nodes)):
+        _check_nodes(document, index, instance)
+        if not _nodes_are_known(placement, instance):
             continue  # refused by the check
         try:
             parse(EngineConfig, placement.engine_values(index), f"{ROOT}.instances[{index}]")
         except ConfigError as error:
             raise document.relocated(error) from None
     return PlacementFile(placement, document)
+
+
+def _check_nodes(document: LocatedYaml, index: int, instance: InstancePlan) -> None:
+    """Raises `ConfigError` unless an instance says once where it is, for each rank."""
+    if instance.nodes is None:
+        return
+    path = ("instances", index, "nodes")
+    if instance.node is not None:
+        raise ConfigError(document.located(path, f"{list(instance.nodes)}: either 'node' or 'nodes'"))
+    if len(instance.nodes) != instance.tp * instance.pp:
+        text = f"tp={instance.tp} x pp={instance.pp} needs {instance.tp * instance.pp}, one per rank"
+        raise ConfigError(document.located(path, f"{list(instance.nodes)}: {text}"))
+
+
+def _nodes_are_known(placement: Placement, instance: InstancePlan) -> bool:
+    """Also whether the nodes of further ranks have a port to be called at."""
+    try:
+        nodes = placement.rank_nodes(instance)
+    except (KeyError, IndexError):
+        return False
+    return all(node.grpc_port is not None for node in nodes if node != nodes[0])
 
 
 def _check_orchestrator(document: LocatedYaml, placement: Placement) -> None:

@@ -7,7 +7,7 @@ client printed as text, so that a field that does not exist cannot be written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from distserve.core.parsing import to_mapping
+from distserve.core.rank_host_config import RANKS_PARAMETER, RankHostConfig, rank_model
 from distserve.serving.orchestrator_config import MODEL_PARAMETER
 from distserve.serving.schema import (
     ORCHESTRATOR_INPUTS,
@@ -35,6 +36,12 @@ _HEADER = "# Written by `planner generate`. Change the placement file and genera
 _STAGE_MODEL = '''"""Written by `planner generate`. An instance; its settings are in config.pbtxt."""
 
 from distserve.serving.stage import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+_RANKS_MODEL = '''"""Written by `planner generate`. Ranks for another node's instance; see config.pbtxt."""
+
+from distserve.serving.rank_stage import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
@@ -64,10 +71,14 @@ def render(placement: Placement) -> dict[str, str]:
 def _node_files(placement: Placement, node: NodePlan) -> dict[str, str]:
     files: dict[str, str] = {}
     for index, instance in enumerate(placement.instances):
+        name, ranks = placement.names[index], placement.ranks_on(instance, node)
         if placement.node_of(instance) == node:
-            name = placement.names[index]
             files[f"{name}/config.pbtxt"] = _HEADER + _text(_stage_config(placement, index))
             files[f"{name}/1/model.py"] = _STAGE_MODEL
+        elif ranks:
+            name = rank_model(name)
+            files[f"{name}/config.pbtxt"] = _HEADER + _text(_ranks_config(placement, index, ranks))
+            files[f"{name}/1/model.py"] = _RANKS_MODEL
     if node == placement.nodes[0]:
         files[f"{ORCHESTRATOR}/config.pbtxt"] = _HEADER + _text(_orchestrator_config(placement))
         files[f"{ORCHESTRATOR}/1/model.py"] = _ORCHESTRATOR_MODEL
@@ -80,7 +91,25 @@ def _stage_config(placement: Placement, index: int) -> Any:
     # to_mapping leaves defaults out; these a reader of the file looks for
     shown = {name: getattr(engine, name) for name in _SHOWN}
     config.parameters["engine"].string_value = _compact({**shown, **to_mapping(engine)})
-    devices = [parse_device(name) for name in engine.devices]
+    instance = placement.instances[index]
+    here = placement.ranks_on(instance, placement.node_of(instance))
+    _put_on(config, [engine.devices[rank] for rank in here])
+    return config
+
+
+def _ranks_config(placement: Placement, index: int, ranks: Sequence[int]) -> Any:
+    """The model that hosts `ranks` of an instance whose rank 0 is on another node."""
+    engine = placement.engine_config(index)
+    config = _model_config(rank_model(engine.instance), STAGE_INPUTS, STAGE_OUTPUTS)
+    host = RankHostConfig(engine.instance, tuple(ranks), engine.transfer_secret_file, engine.log_format)
+    config.parameters[RANKS_PARAMETER].string_value = _compact(to_mapping(host))
+    _put_on(config, [engine.devices[rank] for rank in ranks])
+    return config
+
+
+def _put_on(config: Any, names: Sequence[str]) -> None:
+    """The model's one instance, on these devices."""
+    devices = [parse_device(name) for name in names]
     group = config.instance_group.add(count=1)
     if devices[0].kind == "cpu":
         group.kind = model_config_pb2.ModelInstanceGroup.KIND_CPU
@@ -90,8 +119,7 @@ def _stage_config(placement: Placement, index: int) -> Any:
     else:
         # Triton makes one instance per GPU of a KIND_GPU group; this is one instance on several
         group.kind = model_config_pb2.ModelInstanceGroup.KIND_MODEL
-        config.parameters["devices"].string_value = ",".join(engine.devices)
-    return config
+        config.parameters["devices"].string_value = ",".join(names)
 
 
 def _orchestrator_config(placement: Placement) -> Any:
@@ -132,5 +160,12 @@ def _launch_file(placement: Placement) -> str:
         entry: dict[str, Any] = {"name": node.name, "host": node.host, "repository": node.name}
         if node.grpc_port is not None:
             entry["grpc_port"] = node.grpc_port
+        guests = [
+            name
+            for name, instance in zip(placement.names, placement.instances, strict=True)
+            if placement.node_of(instance) != node and placement.ranks_on(instance, node)
+        ]
+        if guests:
+            entry["ranks_of"] = guests
         nodes.append(entry)
     return _HEADER + str(yaml.safe_dump({"schema": LAUNCH_SCHEMA, "nodes": nodes}, sort_keys=False))

@@ -53,6 +53,30 @@ def test_each_node_gets_its_repository(tmp_path: Path) -> None:
         node_repository(tmp_path / "nothing", None)
 
 
+def test_a_node_hosts_ranks_of_an_instance_that_another_serves(tmp_path: Path) -> None:
+    decode = "  - {role: decode, node: b, devices: [cuda:0]}\n"
+    over = (
+        "  - {role: decode, tp: 2, pp: 2, nodes: [a, a, b, b], devices: [cuda:1, cuda:2, cuda:3, cuda:4]}\n"
+    )
+    text = TWO_NODES.replace(decode, over).replace("host: 10.0.0.1}", "host: 10.0.0.1, grpc_port: 8002}")
+    files = render(parse_placement(text).placement)
+    assert sorted(name.split("/")[1] for name in files if name.endswith("pbtxt")) == [
+        "decode_0",
+        "decode_0_ranks",
+        "orchestrator",
+        "prefill_0",
+    ]
+    lead, guest = files["a/decode_0/config.pbtxt"], files["b/decode_0_ranks/config.pbtxt"]
+    assert 'string_value: "cuda:1,cuda:2"' in lead
+    assert r"\"rank_servers\":[\"\",\"\",\"10.0.0.2:8001\",\"10.0.0.2:8001\"]" in lead
+    assert 'string_value: "cuda:3,cuda:4"' in guest
+    assert r"\"instance\":\"decode_0\",\"ranks\":[2,3]" in guest
+    write_repository(tmp_path, files)
+    node = node_repository(tmp_path, "b")  # it takes leave from the orchestrator for these instances too
+    assert node.orchestrator == "10.0.0.1:8002"
+    assert [(spec.name, spec.address) for spec in node.instances] == [("decode_0", None)]
+
+
 @pytest.mark.parametrize("cores", [{0, 1}, {0, 1, 2, 3}, {0}, {5}, {3, 9}])
 def test_the_demo_fits_the_cores_there_are(monkeypatch: pytest.MonkeyPatch, cores: set[int]) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)

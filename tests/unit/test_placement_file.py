@@ -74,6 +74,7 @@ def test_an_instance_may_set_what_is_not_set_for_all() -> None:
     everything = {f.name for f in dataclasses.fields(EngineConfig)}
     own = {"role", "devices", "tp", "pp"}
     for_all = {"instance", "model", "dtype", "block_size", "transfer_host", "transfer_secret_file"}
+    for_all |= {"rank_servers"}
     assert everything == LIMITS | own | for_all
     assert not LIMITS & for_all
 
@@ -177,6 +178,61 @@ def test_several_hosts_need_a_secret_and_ports() -> None:
     message = problems(text)
     assert "transfer_secret_file" in message
     assert "p.yaml:5: nodes[1]: grpc_port is missing" in message
+
+
+OVER_NODES = """\
+schema: placement/1
+model: m
+transfer_secret_file: /etc/secret
+nodes:
+  - {name: a, host: 10.0.0.1, devices: [cpu:0-2]}
+  - {name: b, host: 10.0.0.2, devices: [cpu:0-2], grpc_port: 8001}
+instances:
+  - {role: prefill, pp: 2, nodes: [a, b], devices: [cpu:0, cpu:0]}
+  - {role: decode, tp: 2, nodes: [b, b], devices: [cpu:1, cpu:2]}
+"""
+
+
+def test_an_instance_over_nodes_has_a_device_of_each() -> None:
+    file = parse_placement(OVER_NODES)
+    check_placement(file)
+    placement = file.placement
+    assert parse_placement(placement.dump()).placement == placement
+    over, whole = placement.engine_config(0), placement.engine_config(1)
+    assert (over.rank_servers, over.transfer_host) == (("", "10.0.0.2:8001"), "10.0.0.1")
+    assert over.remote_ranks == {"10.0.0.2:8001": (1,)}
+    assert [over.host_of(rank) for rank in range(2)] == ["10.0.0.1", "10.0.0.2"]
+    assert (whole.rank_servers, whole.transfer_host, whole.remote_ranks) == (None, "10.0.0.2", {})
+    assert [spec.address for spec in placement.orchestrator_config().instances] == [None, "10.0.0.2:8001"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("[a, b]", "[a, c]", "p.yaml:8: instances[0].nodes[1]: 'c': no such node"),
+        ("[a, b]", "[a]", "p.yaml:8: instances[0].nodes: ['a']: tp=1 x pp=2 needs 2, one per rank"),
+        (
+            "nodes: [a, b]",
+            "node: a, nodes: [a, b]",
+            "p.yaml:8: instances[0].nodes: ['a', 'b']: either 'node'",
+        ),
+        (
+            ", grpc_port: 8001",
+            "",
+            "p.yaml:6: nodes[1]: grpc_port is missing; prefill_0, whose rank 0 is on a",
+        ),
+        (
+            "[cpu:0, cpu:0]",
+            "[cpu:0, cpu:1]",
+            "p.yaml:9: instances[1].devices[0]: cpu:1: cpu:1 is already used",
+        ),
+        ("[cpu:0, cpu:0]", "[cpu:0, cpu:3]", "p.yaml:8: instances[0].devices[1]: cpu:3: cpu 3 is not there"),
+        ("role: decode", "role: decode, name: prefill_0_ranks", "'prefill_0_ranks': is what hosts ranks of"),
+        ("pp: 2", "pp: 2, collectives: memory", "collectives='memory': an instance over several nodes needs"),
+    ],
+)
+def test_refusals_of_instances_over_nodes(old: str, new: str, expected: str) -> None:
+    assert expected in problems(changed(old, new, OVER_NODES))
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:", "cpu:-1", "cpu:3-1", "cuda:0-1", "tpu:0", "cpu:0 "])

@@ -28,6 +28,7 @@ class LaunchNode:
     host: str
     repository: str
     grpc_port: int | None = None
+    ranks_of: tuple[str, ...] = ()  # instances of other nodes that have ranks on this one
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class NodeRepository:
     """The folder that one tritonserver serves, and how other nodes reach it.
 
     `orchestrator` is the gRPC address of the one on another node, if this node knows it, and `instances` are
-    those of this node, as it calls them.
+    those that have ranks on this node, as it calls them.
     """
 
     folder: Path
@@ -69,7 +70,9 @@ def node_repository(folder: Path, node: str | None) -> NodeRepository:
     if config is None or first.grpc_port is None:
         return here
     address = f"{entry.host}:{entry.grpc_port}"
-    instances = tuple(spec for spec in config.instances if spec.address == address)
+    instances = tuple(
+        spec for spec in config.instances if spec.address == address or spec.name in entry.ranks_of
+    )
     return replace(here, orchestrator=f"{first.host}:{first.grpc_port}", instances=instances)
 
 

@@ -78,7 +78,7 @@ def running(
         supervisor = Supervisor(server, lines.say, greet)
         supervisor.start()
         stack.callback(supervisor.stop)
-        if node is not None and node.orchestrator is not None:
+        if node is not None and node.orchestrator is not None and node.instances:
             enlistment = Enlistment(node.orchestrator, node.instances, lines.say)
             enlistment.start()
             stack.callback(enlistment.leave, options.drain_timeout_s)

@@ -53,8 +53,14 @@ class EngineConfig:
     collectives: Collectives | None = None  # between CPU ranks; default: memory. GPUs use NCCL
     log_format: LogFormat = "text"
     attention_backend: str | None = None  # default: chosen by device
+    decode_graphs: bool | None = (
+        None  # decode steps in recorded batch sizes, read back late; default: on GPUs
+    )
     transfer_host: str = "127.0.0.1"
     transfer_secret_file: str | None = None
+    rank_servers: tuple[str, ...] | None = (
+        None  # over several nodes: gRPC address per rank; "": rank 0's node
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -81,6 +87,33 @@ class EngineConfig:
                 f"devices={list(self.devices)}: tp={self.tp} x pp={self.pp} needs "
                 f"{self.tp * self.pp}, one per rank"
             )
+        self._check_rank_servers()
+
+    def _check_rank_servers(self) -> None:
+        servers = self.rank_servers
+        if servers is None:
+            return
+        if len(servers) != self.tp * self.pp or servers[0]:
+            raise ConfigError(
+                f"rank_servers={list(servers)}: must have {self.tp * self.pp}, one per rank, the first one ''"
+            )
+        for server in servers:
+            host, _, port = server.rpartition(":")
+            if server and not (host and port.isdigit() and 0 < int(port) < 65536):
+                raise ConfigError(f"rank_servers={list(servers)}: {server!r} must be host:port")
+        if self.collectives == "memory" and any(servers):
+            raise ConfigError("collectives='memory': an instance over several nodes needs 'gloo' or NCCL")
+
+    @property
+    def remote_ranks(self) -> dict[str, tuple[int, ...]]:
+        """Ranks that other nodes host, by the gRPC address of their server."""
+        servers = self.rank_servers or ()
+        return {s: tuple(r for r, other in enumerate(servers) if other == s) for s in servers if s}
+
+    def host_of(self, rank: int) -> str:
+        """The address at which other processes reach a rank."""
+        server = self.rank_servers[rank] if self.rank_servers is not None else ""
+        return server.rpartition(":")[0] if server else self.transfer_host
 
     def ordering(self) -> Ordering:
         """Of waiting prompts. Raises `ConfigError`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -17,8 +18,9 @@ _CACHE_PREFIX = "cache:"
 
 @dataclass(frozen=True)
 class ContainerNode:
-    """The container of one node. `gpus` are its GPUs by their numbers on the host, ascending: inside they
-    are numbered from 0. `cores` are those that its CPU instances are pinned to, by the same numbers inside.
+    """The container of one node. `instances` have ranks on it. `gpus` are its GPUs by their numbers on the
+    host, ascending: inside they are numbered from 0. `cores` are those that its CPU instances are pinned to,
+    by the same numbers inside.
     """
 
     name: str
@@ -63,14 +65,16 @@ def container_plan(placement: Placement, settings: Settings) -> ContainerPlan:
     used = [
         node
         for index, node in enumerate(placement.nodes)
-        if index == 0 or any(placement.node_of(i) == node for i in placement.instances)
+        if index == 0 or any(placement.ranks_on(i, node) for i in placement.instances)
     ]
     gpus = {node.name: _ids(placement, node, "cuda") for node in used}
     model = model_folder(placement.model)
     inside = dataclasses.replace(
         placement,
         model=placement.model if model.source is None else model.target,
-        instances=tuple(_inside(i, gpus[placement.node_of(i).name]) for i in placement.instances),
+        instances=tuple(
+            _inside(i, [gpus[node.name] for node in placement.rank_nodes(i)]) for i in placement.instances
+        ),
         nodes=tuple(_node_inside(node, len(used) > 1, settings) for node in used),
         transfer_secret_file=SECRET_FILE if len(used) > 1 else None,
     )
@@ -100,7 +104,7 @@ def _container(
     here = [
         (name, instance)
         for name, instance in zip(placement.names, placement.instances, strict=True)
-        if placement.node_of(instance) == node
+        if placement.ranks_on(instance, node)
     ]
     return ContainerNode(
         name=node.name,
@@ -110,7 +114,7 @@ def _container(
         instances=tuple(name for name, _ in here),
         gpus=gpus,
         cores=_ids(placement, node, "cpu"),
-        shm_bytes=shm_bytes(sum(len(i.devices) for _, i in here if len(i.devices) > 1)),
+        shm_bytes=shm_bytes(sum(len(placement.ranks_on(i, node)) for _, i in here if len(i.devices) > 1)),
         memory_bytes=node.memory_bytes,
     )
 
@@ -118,20 +122,22 @@ def _container(
 def _ids(placement: Placement, node: NodePlan, kind: str) -> tuple[int, ...]:
     """GPUs or cores that the instances of a node use, ascending."""
     devices = [
-        parse_device(text)
+        parse_device(instance.devices[rank])
         for instance in placement.instances
-        if placement.node_of(instance) == node
-        for text in instance.devices
+        for rank in placement.ranks_on(instance, node)
     ]
     return tuple(sorted({i for device in devices if device.kind == kind for i in device.ids}))
 
 
-def _inside(instance: InstancePlan, gpus: tuple[int, ...]) -> InstancePlan:
-    def renumbered(text: str) -> str:
-        device = parse_device(text)
-        return f"cuda:{gpus.index(device.ids.start)}" if device.kind == "cuda" else text
+def _inside(instance: InstancePlan, gpus: Sequence[tuple[int, ...]]) -> InstancePlan:
+    """`gpus`: of the container of each rank."""
 
-    return dataclasses.replace(instance, devices=tuple(renumbered(text) for text in instance.devices))
+    def renumbered(text: str, here: tuple[int, ...]) -> str:
+        device = parse_device(text)
+        return f"cuda:{here.index(device.ids.start)}" if device.kind == "cuda" else text
+
+    devices = tuple(renumbered(text, here) for text, here in zip(instance.devices, gpus, strict=True))
+    return dataclasses.replace(instance, devices=devices)
 
 
 def _node_inside(node: NodePlan, several: bool, settings: Settings) -> NodePlan:
