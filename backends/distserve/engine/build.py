@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from distserve.core.blocks import BlockManager
@@ -14,6 +13,7 @@ from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
 from distserve.core.prefill_scheduler import PrefillScheduler
 from distserve.core.scheduler import Limits
+from distserve.core.secret_file import read_secret
 from distserve.core.shapes import Shape
 from distserve.core.unified_scheduler import UnifiedScheduler
 from distserve.engine.decode_role import DecodeRole, Puller
@@ -33,8 +33,6 @@ from distserve.worker.executor import Executor
 from distserve.worker.kv_cache import KVCache
 from distserve.worker.rank_executor import RankExecutor
 from distserve_kernels.layout import default_layout
-
-MIN_SECRET_BYTES = 16
 
 
 def make_layout(config: EngineConfig, model: ModelConfig, model_hash: str, cache: KVCache) -> Layout:
@@ -85,7 +83,7 @@ def make_role(
 def make_puller(config: EngineConfig, executor: Executor, layout: Layout, epoch: int) -> Puller:
     """Pulls into the pages of all ranks."""
     common: dict[str, Any] = {
-        "secret": read_secret(config.transfer_secret_file),
+        "secret": _secret(config),
         "backend": backend_of(executor.kv_cache),
     }
     place = (Shape(config.tp, config.pp), 0, layout, config.instance, epoch)
@@ -104,7 +102,7 @@ def make_source(
     """Offers the pages of all ranks. Raises `ConfigError` if an address cannot be had."""
     common: dict[str, Any] = {
         "host": config.transfer_host,
-        "secret": read_secret(config.transfer_secret_file),
+        "secret": _secret(config),
         "backend": backend_of(executor.kv_cache),
         "timeout_s": config.transfer_timeout_s,
     }
@@ -127,16 +125,5 @@ def backend_of(cache: KVCache) -> str:
     return "nccl" if cache.pages(0)[0].device.type == "cuda" else "gloo"
 
 
-def read_secret(file: str | None) -> bytes | None:
-    """The secret that instances of different hosts share: a file, white space around it left out."""
-    if file is None:
-        return None
-    try:
-        secret = Path(file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"transfer_secret_file={file!r}: {error.strerror}") from None
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"transfer_secret_file={file!r}: {len(secret)} bytes; must have at least {MIN_SECRET_BYTES}"
-        )
-    return secret
+def _secret(config: EngineConfig) -> bytes | None:
+    return None if config.transfer_secret_file is None else read_secret(config.transfer_secret_file)
