@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from distserve_kernels import ops
+
 
 class DenseAttention:
     """Causal attention of one sequence that is fed in order, in one piece or in several."""
@@ -13,8 +15,17 @@ class DenseAttention:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K, V [tokens, kv_heads, D]
 
     def run(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        if rotation is not None:
+            ops.rotary(q, k, *rotation)
         if layer in self.cache:
             k, v = (torch.cat(pair) for pair in zip(self.cache[layer], (k, v), strict=True))
         self.cache[layer] = (k, v)

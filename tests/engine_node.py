@@ -28,7 +28,7 @@ from distserve.engine.status import Load
 from distserve.transfer.handle import Handle, Layout
 from distserve.transfer.leases import LeaseTable
 from distserve.worker.parallel import RankLost
-from distserve.worker.step import StepInput, StepOutput
+from distserve.worker.step import LAST_SAMPLED, StepInput, StepOutput
 
 BLOCK = 4
 VOCAB = 97
@@ -51,8 +51,10 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 class PageExecutor:
     """Writes the ids it is given to the slots of the block table and samples from what the pages hold."""
 
-    def __init__(self, num_blocks: int, stages: int = 1) -> None:
+    def __init__(self, num_blocks: int, stages: int = 1, lag: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.lag = lag
+        self.sampled: dict[str, int] = {}  # by the step before
         self.attention = "pages of ids"
         self.pages: list[list[int]] = [[-1] * BLOCK for _ in range(num_blocks)]
         self.known: set[str] = set()
@@ -76,6 +78,8 @@ class PageExecutor:
             raise self.lost
         if not self.outputs or not (self.landing or self.landed):
             return None
+        if self.lag and len(self.outputs) <= self.lag and not wait_s:
+            return None  # as late as it may be
         self.landed -= not self.landing
         return self.outputs.pop(0)
 
@@ -92,15 +96,19 @@ class PageExecutor:
         if self.fail_with is not None:
             raise self.fail_with
         self.steps.append(step)
-        sampled = []
+        sampled: list[int] = []
+        fresh: dict[str, int] = {}
         for item in step.items:
             assert item.key in self.known
             end = item.start + len(item.tokens)
-            for place, token in zip(range(item.start, end), item.tokens, strict=True):
+            given = [self.sampled[item.key]] if item.tokens == [LAST_SAMPLED] else item.tokens
+            for place, token in zip(range(item.start, end), given, strict=True):
                 self.pages[item.block_table[place // BLOCK]][place % BLOCK] = token
             if item.sample:
                 held = [self.pages[item.block_table[p // BLOCK]][p % BLOCK] for p in range(end)]
                 sampled.append(next_token(held))
+                fresh[item.key] = sampled[-1]
+        self.sampled = fresh
         return StepOutput(sampled, [None] * len(sampled))
 
     def close(self) -> None:
@@ -157,11 +165,12 @@ class Node:
         limits: Limits | None = None,
         policy: Policy = "prefill_first",
         stages: int = 1,
+        lag: int = 0,
     ) -> None:
         self.now = 100.0
         limits = limits or Limits(max_batch_size=8, max_batch_tokens=24, chunk_tokens=6)
         self.inbox: Inbox[Op] = Inbox()
-        self.executor = PageExecutor(num_blocks, stages)
+        self.executor = PageExecutor(num_blocks, stages, lag)
         self.blocks = BlockManager(num_blocks, BLOCK)
         self.puller = ManualPuller()
         self.leases = LeaseTable(lambda: self.now, self.inbox.poke)

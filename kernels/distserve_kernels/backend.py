@@ -75,6 +75,22 @@ def pad_tables(block_tables: Sequence[Sequence[int]], device: torch.device) -> T
     return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)
 
 
+class RotaryStore(Protocol):
+    """Rotates q and k in place, and stores k and v."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        slots: Tensor,
+    ) -> None: ...
+
+
 class AttentionBackend(Protocol):
     """Paged attention of one layer. All tensors on one device; q, k, v may have a row stride, pages are
     contiguous.
@@ -101,6 +117,16 @@ class AttentionBackend(Protocol):
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Zeroed K and V pages of one layer, in this implementation's layout."""
+        ...
+
+    @property
+    def recordable(self) -> bool:
+        """Do `store` and `decode` read nothing back to the host, as a CUDA graph needs it?"""
+        ...
+
+    @property
+    def rotary_store(self) -> RotaryStore | None:
+        """`ops.rotary` of q and k, and `store`, in one pass over memory; None where there is none."""
         ...
 
     def store(self, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:

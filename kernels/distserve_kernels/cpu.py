@@ -58,6 +58,8 @@ class CpuBackend:
     """`AttentionBackend` for fp32 and bf16 pages in the transposed layout."""
 
     name = "c"
+    recordable = False
+    rotary_store = None
     kv_head_axis = TRANSPOSED.kv_head_axis
 
     def __init__(self, library: ctypes.CDLL) -> None:

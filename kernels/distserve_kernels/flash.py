@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from distserve_kernels.backend import PrefillMeta
+from distserve_kernels.backend import PrefillMeta, RotaryStore
 from distserve_kernels.layout import TOKENS
 
 PAGE_MULTIPLE = 256
@@ -57,13 +58,19 @@ class FlashBackend:
     """`AttentionBackend` over `flash_attn_varlen_func` and `flash_attn_with_kvcache` with block tables."""
 
     name = "flash_attn"
+    recordable = True
     kv_head_axis = TOKENS.kv_head_axis
 
     def __init__(self, package: ModuleType) -> None:
         self._varlen = package.flash_attn_varlen_func
         self._with_cache = package.flash_attn_with_kvcache
         self.allocate = TOKENS.allocate
-        self.store = TOKENS.write
+        self.store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = TOKENS.write
+        self.rotary_store: RotaryStore | None = None
+        if importlib.util.find_spec("triton") is not None:  # same pages: its kernels store in one pass
+            from distserve_kernels.triton_lang import pages, rows
+
+            self.store, self.rotary_store = pages.store, rows.rotary_store
 
     def prefill(
         self,

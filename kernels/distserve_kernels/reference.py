@@ -46,6 +46,8 @@ class ReferenceBackend:
     """`AttentionBackend` by gathering each sequence's blocks."""
 
     name = "reference"
+    recordable = False
+    rotary_store = None
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout

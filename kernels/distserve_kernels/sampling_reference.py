@@ -8,7 +8,9 @@ interval.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,16 +27,30 @@ class Truncation:
     top_k: Tensor  # int64
     top_p: Tensor  # fp32
     min_p: Tensor  # fp32
+    # what the host has to know, found out once: a draw on a GPU waits for nothing
+    ranked: bool = field(init=False)  # does any row need its tokens in order of probability?
+    bare: bool = field(init=False)  # no row has any limit
+    widest_k: int = field(init=False)
+    nucleus: bool = field(init=False)  # does any row have top_p alone, without top_k?
 
-    @property
-    def ranked(self) -> bool:
-        """Does any row need its tokens in order of probability?"""
-        return bool(((self.top_k > 0) | (self.top_p < 1)).any())
+    def __post_init__(self) -> None:
+        limited, nucleus = self.top_k > 0, self.top_p < 1
+        ranked = bool((limited | nucleus).any())
+        flags = {
+            "ranked": ranked,
+            "bare": not ranked and not bool((self.min_p > 0).any()),
+            "widest_k": int(self.top_k.max()) if len(self.top_k) else 0,
+            "nucleus": bool((nucleus & ~limited).any()),
+        }
+        for name, value in flags.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def bare(self) -> bool:
-        """No row has any limit."""
-        return not self.ranked and not bool((self.min_p > 0).any())
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Truncation:
+        """With every tensor moved, to another device; nothing is read back from there."""
+        other = copy.copy(self)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            object.__setattr__(other, name, move(getattr(self, name)))
+        return other
 
 
 def draw(logits: Tensor, how: Truncation, uniforms: Tensor) -> Tensor:
@@ -53,13 +69,17 @@ def draw(logits: Tensor, how: Truncation, uniforms: Tensor) -> Tensor:
 def _candidates(scores: Tensor, how: Truncation) -> tuple[Tensor, Tensor]:
     """Scores [n, m] and their ids, most likely first; what the limits drop has the score -inf."""
     vocabulary = scores.shape[1]
-    width = min(vocabulary, max(CANDIDATES, int(how.top_k.max())))
+    width = min(vocabulary, max(CANDIDATES, how.widest_k))
     normaliser = scores.logsumexp(1, keepdim=True)
-    values, ids = scores.topk(width, dim=1)
-    if width < vocabulary:
-        mass = (values - normaliser).exp().sum(1)
-        if bool(((how.top_k == 0) & (mass < how.top_p)).any()):
-            values, ids = scores.sort(dim=1, descending=True)
+    if how.nucleus and width < vocabulary and not scores.is_cpu:
+        # whether the candidates are enough is known on the device only, and waiting costs more than sorting
+        values, ids = scores.sort(dim=1, descending=True)
+    else:
+        values, ids = scores.topk(width, dim=1)
+        if how.nucleus and width < vocabulary:
+            mass = (values - normaliser).exp().sum(1)
+            if bool(((how.top_k == 0) & (mass < how.top_p)).any()):
+                values, ids = scores.sort(dim=1, descending=True)
     top_k = torch.where(how.top_k > 0, how.top_k, vocabulary).unsqueeze(1)
     values = values.masked_fill(torch.arange(values.shape[1], device=scores.device) >= top_k, -torch.inf)
     normaliser = torch.where(how.top_k.unsqueeze(1) > 0, values.logsumexp(1, keepdim=True), normaliser)

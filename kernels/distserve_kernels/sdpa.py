@@ -28,6 +28,8 @@ class SdpaBackend:
     """`AttentionBackend` over torch operators only."""
 
     name = "sdpa"
+    recordable = False
+    rotary_store = None
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout

@@ -103,6 +103,7 @@ class NoAttention:
         v: torch.Tensor,
         scale: float,
         sliding_window: int | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         return q.contiguous()
 

@@ -1,4 +1,4 @@
-"""The steps that the executor has and the scheduler has not heard of, and what waits for them to end."""
+"""The steps that the executor has and whose tokens are not known, and what waits for them to end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from distserve.serving.schema import ServingError
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One step. `sampling`: those of the items that get a token."""
+    """One step. `sampling`: those of the items that get a token. `booked`: the scheduler counts it as done
+    since it began.
+    """
 
     batch: Batch
     items: Sequence[Item]
     sampling: Sequence[Item]
     began_s: float
+    booked: bool = False
 
     @classmethod
-    def of(cls, batch: Batch, began_s: float) -> Flight:
+    def of(cls, batch: Batch, began_s: float, booked: bool = False) -> Flight:
         items = [*batch.decode_items(), *batch.prefill]
-        return cls(batch, items, [item for item in items if item.samples], began_s)
+        return cls(batch, items, [item for item in items if item.samples], began_s, booked)
 
 
 class Flights:
@@ -37,8 +40,13 @@ class Flights:
         return len(self._flights)
 
     def __contains__(self, key: str) -> bool:
-        """Is the request in one of them?"""
+        """Is the request in one of them, and its counts not booked?"""
         return key in self._keys
+
+    @property
+    def booked(self) -> bool:
+        """Are all of them booked?"""
+        return all(flight.booked for flight in self._flights)
 
     def began_s(self) -> float | None:
         """When the oldest one began."""
@@ -46,7 +54,8 @@ class Flights:
 
     def add(self, flight: Flight) -> None:
         self._flights.append(flight)
-        self._keys.update(item.request.id for item in flight.items)
+        if not flight.booked:
+            self._keys.update(item.request.id for item in flight.items)
 
     def land(self) -> Flight:
         """The oldest one has ended."""
@@ -70,5 +79,6 @@ class Flights:
                 yield item.request.id, self._doomed.pop(item.request.id)
 
     def _out(self, flight: Flight) -> Flight:
-        self._keys.difference_update(item.request.id for item in flight.items)
+        if not flight.booked:
+            self._keys.difference_update(item.request.id for item in flight.items)
         return flight

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from distserve.core.batch import Batch
+from distserve.core.scheduler import ContinuousBatching
 from distserve.engine import events
 from distserve.engine.flights import Flight, Flights
 from distserve.engine.inbox import Inbox
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 8
 IDLE_S = 5.0
+LAG_S = 60.0  # a wait for a step that is in flight; the device ends it, or an error does
 
 
 class Publisher(Protocol):
@@ -43,6 +45,10 @@ class EngineLoop:
 
     With several pipeline stages up to `executor.depth` steps are in flight. What is asked of a request in
     flight (to cancel it, its deadline) is done once its step has been booked.
+
+    An executor with `lag` begins a decode step before the tokens of the one before are known here. Such a
+    step is booked with the scheduler when it begins, as its counts do not depend on the tokens; a request
+    that turns out to have ended has then been computed once too often.
     """
 
     def __init__(
@@ -98,7 +104,10 @@ class EngineLoop:
             self._step(batch)
             self._collect()
             self._publish(publisher)
-        self._idle = batch is None
+        elif self._executor.lag and self._flights:
+            self._collect(LAG_S)  # nothing can begin before it has ended
+            self._publish(publisher)
+        self._idle = batch is None and not (self._executor.lag and self._flights)
         if batch is not None or self._flights:
             self.counters.loop_s += self._clock() - began - (self.counters.execute_s - executed)
 
@@ -180,7 +189,7 @@ class EngineLoop:
 
     def _schedule(self) -> Batch | None:
         """The next batch, unless as many are in flight as keep the executor busy."""
-        if len(self._flights) >= self._executor.depth:
+        if len(self._flights) >= self._executor.depth and not self._may_run_ahead():
             return None
         batch = self._role.scheduler.schedule()
         for request in self._role.scheduler.preempted():
@@ -189,10 +198,20 @@ class EngineLoop:
             logger.info("preempted, %d tokens to recompute", request.known, extra={"request": state.id})
         return batch
 
+    def _may_run_ahead(self) -> bool:
+        """Can a decode step begin now, with tokens that only the device knows?"""
+        scheduler = self._role.scheduler
+        return (
+            len(self._flights) <= self._executor.lag
+            and self._flights.booked
+            and isinstance(scheduler, ContinuousBatching)
+            and not scheduler.waiting
+        )
+
     def _step(self, batch: Batch) -> None:
         """Gives a batch to the executor."""
         began = self._clock()
-        flight = Flight.of(batch, began)
+        flight = Flight.of(batch, began, booked=bool(self._executor.lag) and not batch.prefill)
         step = self._steps.build(flight.items, self._ledger.by_key)
         for item in batch.prefill:
             state = self._ledger.by_key[item.request.id]
@@ -206,12 +225,21 @@ class EngineLoop:
             raise
         except Exception as error:
             self._step_failed(self._flights.withdraw(), error)
+        else:
+            if flight.booked:
+                self._role.scheduler.complete(batch)
         finally:
             self.counters.execute_s += self._clock() - began
 
-    def _collect(self) -> None:
+    def _collect(self, wait_s: float = 0.0) -> None:
         """Books the steps that have ended. Raises `RankLost`, also if there are none."""
-        while (output := self._executor.collect()) is not None:
+        while True:
+            began = self._clock()
+            output = self._executor.collect(wait_s)
+            self.counters.execute_s += (self._clock() - began) if self._executor.lag else 0.0
+            if output is None:
+                return
+            wait_s = 0.0
             flight = self._flights.land()
             self._failures = 0
             self.counters.steps += 1
@@ -244,15 +272,21 @@ class EngineLoop:
 
     def _book(self, flight: Flight, output: StepOutput, now: float) -> None:
         """Appends the sampled tokens, ends what has ended, tells the owners."""
-        states = [self._ledger.by_key[item.request.id] for item in flight.sampling]
+        states = [self._ledger.by_key.get(item.request.id) for item in flight.sampling]
         reasons: dict[str, str] = {}
         for state, token in zip(states, output.tokens, strict=True):
-            reason = state.take_token(token)
-            if reason is not None:
+            reason = None if state is None else state.take_token(token)
+            if state is not None and reason is not None:
                 reasons[state.key] = reason
         stopped = [key for key, reason in reasons.items() if reason == "stop"]
-        self._role.scheduler.complete(flight.batch, stopped)
+        if not flight.booked:
+            self._role.scheduler.complete(flight.batch, stopped)
+        else:
+            for key in stopped:
+                self._role.scheduler.cancel(key)  # it goes on in the step after this one, for nothing
         for state, token, logprobs in zip(states, output.tokens, output.logprobs, strict=True):
+            if state is None:
+                continue  # it has ended since this step began
             reason = reasons.get(state.key)
             self.counters.finished += reason is not None
             if not state.announced:

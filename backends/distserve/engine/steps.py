@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from distserve.core.batch import Item
 from distserve.engine.requests import EngineRequest
-from distserve.worker.step import Joining, StepInput, StepItem
+from distserve.worker.step import LAST_SAMPLED, Joining, StepInput, StepItem
 
 
 class StepBuilder:
@@ -28,7 +28,10 @@ class StepBuilder:
             assert tokens is not None
             start = item.start
             # one token at the end is the usual case; a slice of all tokens would be copied twice
-            new = tokens[start : start + item.num_tokens] if item.num_tokens > 1 else [tokens[start]]
+            if item.num_tokens > 1:
+                new = tokens[start : start + item.num_tokens]
+            else:
+                new = [tokens[start] if start < len(tokens) else LAST_SAMPLED]
             step_items.append(StepItem(request.id, new, start, request.blocks, item.samples))
         leaving, self._leaving = self._leaving, []
         return StepInput(step_items, joining, leaving)

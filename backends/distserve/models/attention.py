@@ -18,8 +18,12 @@ class AttentionContext(Protocol):
         v: Tensor,
         scale: float,
         sliding_window: int | None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Stores k, v of the new tokens and attends, causally, to them and to what was stored before.
+
+        With `rotation` (cos and sin of the tokens' positions, fp32 [T, half]; see `ops.rotary`) q and k are
+        rotated before, in place.
 
         `layer` counts from 0 on this rank (its index in the rank's KV cache). q [T, q_heads, D], k and v
         [T, kv_heads, D], all heads of this rank only; rows may be strided (slices of one qkv tensor).

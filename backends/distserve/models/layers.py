@@ -19,6 +19,7 @@ from distserve.core.shapes import head_range, query_head_range, split_range
 from distserve.models.linear import Linear, LinearPlan
 from distserve.models.weights import WeightSource
 from distserve.worker.parallel import ParallelGroup
+from distserve_kernels import ops
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,16 @@ class ParallelLMHead:
 class LayerNorm:
     """(x - mean) / std * weight + bias over the last axis."""
 
-    __slots__ = ("_bias", "_eps", "_shape", "_weight")
+    __slots__ = ("_bias", "_eps", "_weight")
 
     def __init__(self, build: Builder, module: str, size: int, eps: float) -> None:
-        self._shape = (size,)
-        self._weight = build.tensor(f"{module}.weight", self._shape)
-        self._bias = build.tensor(f"{module}.bias", self._shape)
+        self._weight = build.tensor(f"{module}.weight", (size,))
+        self._bias = build.tensor(f"{module}.bias", (size,))
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+        return ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The norm of `residual + x`, which `residual` is afterwards."""
+        return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)[0]

@@ -90,11 +90,12 @@ class Block:
     def __call__(self, x: Tensor, attn: AttentionContext, rows: Tensor | None) -> Tensor:
         """x [T, hidden_size], overwritten; returns the block's output, of `rows` only if that is given."""
         attended = self._attend(self._attention_norm(x) if self._norm_first else x, attn, rows)
-        x = (x if rows is None else x[rows]).add_(attended)
+        x = x if rows is None else x[rows]
         if self._norm_first:
-            return x.add_(self._mlp(self._mlp_norm(x)))
-        x = self._attention_norm(x)
-        return self._mlp_norm(x.add_(self._mlp(x)))
+            normed = self._mlp_norm.of_sum(attended, x)
+            return x.add_(self._mlp(normed))
+        x = self._attention_norm.of_sum(attended, x)
+        return self._mlp_norm.of_sum(self._mlp(x), x)
 
     def _attend(self, x: Tensor, attn: AttentionContext, rows: Tensor | None) -> Tensor:
         tokens, heads = x.shape[0], self._heads

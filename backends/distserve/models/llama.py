@@ -46,8 +46,7 @@ class LlamaAttention:
         q, k, v = self._qkv(x).view(tokens, heads.total, heads.head_dim).split_with_sizes(heads.sizes, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = ops.rms_norm(q, self._q_norm, self._eps), ops.rms_norm(k, self._k_norm, self._eps)
-        ops.rotary(q, k, cos, sin)
-        attended = attn.run(self._index, q, k, v, self._scale, self._window)
+        attended = attn.run(self._index, q, k, v, self._scale, self._window, (cos, sin))
         attended = attended.view(tokens, -1)
         return self._out(attended if rows is None else attended[rows])
 

@@ -16,6 +16,7 @@ from distserve.models.linear import Prepack, host_memory_bytes, mkl_is_native, p
 from distserve.models.llama import LlamaModel
 from distserve.models.loader import Checkpoint
 from distserve.models.opt import build_opt
+from distserve.models.progress import ReportedSource, log_progress
 from distserve.models.weights import ModelLoadError, WeightSource
 from distserve.worker.parallel import ParallelGroup
 
@@ -68,7 +69,8 @@ def load_model(
     device: torch.device | str,
     prepack: Prepack = "auto",
 ) -> Model:
-    """`build_model` on a Hugging Face folder. Each rank reads its own slice only.
+    """`build_model` on a Hugging Face folder. Each rank reads its own slice only, tensor by tensor from the
+    mapped file to its place on the device: host memory holds no second copy. Long loads tell their progress.
 
     Raises `ModelLoadError` for everything that is wrong with the folder; the message names file or tensor.
     """
@@ -76,5 +78,8 @@ def load_model(
         config = ModelConfig.load(folder)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
+    share = (len(layers) if layers is not None else config.num_layers) / config.num_layers / group.size
     with Checkpoint(folder) as weights:
-        return build_model(config, group, layers, dtype, device, weights, prepack)
+        total = max(1, int(config.param_count() * share))
+        reported = ReportedSource(weights, total, log_progress(f"loading {Path(folder).name}"))
+        return build_model(config, group, layers, dtype, device, reported, prepack)

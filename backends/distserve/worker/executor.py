@@ -12,6 +12,7 @@ from distserve.worker.step import StepInput, StepOutput
 
 if TYPE_CHECKING:
     from distserve.worker.kv_cache import KVCache
+    from distserve.worker.running import RunningStep
 
 
 class Executor(Protocol):
@@ -23,6 +24,10 @@ class Executor(Protocol):
     depth: int
     """Steps in flight that keep every pipeline stage busy."""
 
+    lag: int
+    """Decode steps that may begin before the tokens of the one before are collected: 0 or 1. Their items then
+    have `LAST_SAMPLED` for a token, and may be of the same sequences."""
+
     num_blocks: int
     """Blocks of the KV pool, the same on every rank."""
 
@@ -33,7 +38,7 @@ class Executor(Protocol):
     """Name of the attention implementation, for log and status."""
 
     def submit(self, step: StepInput) -> None:
-        """Starts a step. Steps in flight at the same time must not have a sequence in common.
+        """Starts a step. Steps in flight at the same time must not have a sequence in common, but for `lag`.
 
         Raises what went wrong in this step; `RankLost` when the instance cannot go on.
         """
@@ -58,7 +63,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One rank, in this process: a step has ended when `submit` returns."""
+    """One rank, in this process: a step has been computed when `submit` returns, or the device is at it."""
 
     depth = 1
 
@@ -67,20 +72,27 @@ class LocalExecutor:
 
         self._runner = ModelRunner(config, model)
         self._runner.allocate(self._runner.affordable_blocks())
-        self._outputs: deque[StepOutput] = deque()
+        self._running: deque[RunningStep] = deque()
+        self.lag = int(self._runner.runs_ahead)
         self.kv_cache = self._runner.kv_cache
         self.num_blocks = self.kv_cache.num_blocks
         self.attention = self._runner.attention_name
 
     def submit(self, step: StepInput) -> None:
-        self._outputs.append(self.execute(step))
+        running = self._runner.begin(step)
+        assert running is not None  # a single rank samples
+        self._running.append(running)
 
     def collect(self, wait_s: float = 0.0) -> StepOutput | None:
-        return self._outputs.popleft() if self._outputs else None
+        """With `lag` only once the device has another step to go on with, or has ended this one."""
+        running = self._running
+        if running and (len(running) > self.lag or wait_s > 0 or running[0].done()):
+            return running.popleft().result()
+        return None
 
     def execute(self, step: StepInput) -> StepOutput:
         output = self._runner.execute(step)
-        assert output is not None  # a single rank samples
+        assert output is not None
         return output
 
     def listen(self, on_news: Callable[[], None]) -> None:

@@ -13,7 +13,6 @@ from distserve.core.parsing import ConfigError
 from distserve_kernels.backend import AttentionBackend
 
 CPU_SHARE = 0.5  # of the free memory, where neither num_blocks nor kv_bytes is given
-GPU_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,10 @@ class KVCache:
 def pool_blocks(
     config: EngineConfig, block_bytes: int, max_context: int, device: torch.device, free: int
 ) -> int:
-    """Number of blocks of the pool, on a device with `free` bytes left.
+    """Number of blocks of the pool, on a device with `free` bytes left for it.
 
-    `num_blocks`, or what fits into `kv_bytes`; with neither, a share of the free memory, but no more than
+    `num_blocks`, or what fits into `kv_bytes`; with neither, all of it on a GPU, where the caller has
+    measured what else is needed, and a share on a CPU, which others use as well; but no more than
     `max_batch_size` sequences of `max_context` tokens can use. Raises `ConfigError` for a pool that does
     not fit or has no block.
     """
@@ -71,7 +71,7 @@ def pool_blocks(
     elif config.kv_bytes is not None:
         blocks, field = config.kv_bytes // block_bytes, f"kv_bytes={config.kv_bytes}"
     else:
-        share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
+        share = CPU_SHARE if device.type == "cpu" else 1.0
         useful = config.max_batch_size * -(-max_context // config.block_size)
         blocks, field = min(useful, int(free * share) // block_bytes), "num_blocks and kv_bytes unset"
     if blocks < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,19 @@ from torch import Tensor
 
 from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig, resolve_model
+from distserve.core.parsing import ConfigError
 from distserve.core.shapes import head_range, layer_range
-from distserve.models.registry import load_model
+from distserve.models.registry import build_model, load_model
+from distserve.models.weights import WeightSource
+from distserve.worker import footprint
+from distserve.worker.decode_graphs import DecodeGraphs
 from distserve.worker.device import parse_device
 from distserve.worker.kv_cache import CacheShape, KVCache, free_bytes, pool_blocks
 from distserve.worker.parallel import RankLinks
-from distserve.worker.sampler import Sampler
+from distserve.worker.running import RunningStep
+from distserve.worker.sampler import Choice, Sampler
 from distserve.worker.step import StepInput, StepItem, StepOutput
+from distserve_kernels import ops
 from distserve_kernels.backend import AttentionBackend, PrefillMeta, choose_backend
 
 logger = logging.getLogger(__name__)
@@ -64,20 +70,27 @@ class PagedAttention:
         v: Tensor,
         scale: float,
         sliding_window: int | None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        backend = self._backend
         keys, values = self._cache.pages(layer)
-        self._backend.store(k, v, keys, values, self._slots)
+        if rotation is not None and backend.rotary_store is not None:
+            backend.rotary_store(q, k, v, *rotation, keys, values, self._slots)
+        else:
+            if rotation is not None:
+                ops.rotary(q, k, *rotation)
+            backend.store(k, v, keys, values, self._slots)
         decode, prefill = self._decode, self._prefill
         if prefill is None:
             assert decode is not None
             tables, lens = decode.block_tables, decode.context_lens
-            return self._backend.decode(q, keys, values, tables, lens, scale, sliding_window)
+            return backend.decode(q, keys, values, tables, lens, scale, sliding_window)
         if decode is None:
-            return self._backend.prefill(q, k, v, keys, values, prefill, scale, sliding_window)
+            return backend.prefill(q, k, v, keys, values, prefill, scale, sliding_window)
         n = decode.context_lens.shape[0]
         tables, lens = decode.block_tables, decode.context_lens
-        first = self._backend.decode(q[:n], keys, values, tables, lens, scale, sliding_window)
-        rest = self._backend.prefill(q[n:], k[n:], v[n:], keys, values, prefill, scale, sliding_window)
+        first = backend.decode(q[:n], keys, values, tables, lens, scale, sliding_window)
+        rest = backend.prefill(q[n:], k[n:], v[n:], keys, values, prefill, scale, sliding_window)
         return torch.cat((first, rest))
 
 
@@ -144,6 +157,13 @@ class StepTensors:
             row = rows.stop
 
 
+def wants_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Are decode steps recorded? Stages of a pipeline wait for one another, which no graph can."""
+    if config.pp > 1 or config.role == "prefill":
+        return False
+    return device.type == "cuda" if config.decode_graphs is None else config.decode_graphs
+
+
 class ModelRunner:
     """Model, KV cache and sampler of one rank. Not thread-safe.
 
@@ -153,14 +173,24 @@ class ModelRunner:
 
     kv_cache: KVCache
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, links: RankLinks | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        links: RankLinks | None = None,
+        weights: WeightSource | None = None,
+    ) -> None:
+        """`weights`: in place of those in the folder `config.model`."""
         self._links = links = links or RankLinks()
         self._config = config
         self._hidden_size = model.hidden_size
         self.device = parse_device(config.devices[links.rank]).torch_device
         self._dtype = dtype = TORCH_DTYPE[config.dtype]
         layers = layer_range(model.num_layers, config.pp, links.stage)
-        self._model = load_model(resolve_model(config.model), links.group, layers, dtype, self.device)
+        if weights is None:
+            self._model = load_model(resolve_model(config.model), links.group, layers, dtype, self.device)
+        else:
+            self._model = build_model(model, links.group, layers, dtype, self.device, weights)
         self._backend = choose_backend(
             self.device, dtype, model.head_dim, config.block_size, config.attention_backend
         )
@@ -170,17 +200,67 @@ class ModelRunner:
         per_sequence = -(-self._context // config.block_size)
         self._tensors = StepTensors(config.max_batch_size, per_sequence, config.block_size, self.device)
         self._sampler = Sampler(model.vocab_size, self.device)
+        self._graphs: DecodeGraphs | None = None
+        self._running: RunningStep | None = None  # the last one
+        self.graphs_enabled = True  # a measurement compares both
+
+    @property
+    def runs_ahead(self) -> bool:
+        """May a decode step begin before the tokens of the one before are known here?"""
+        return self._graphs is not None and self._links.shape.ranks == 1
 
     def affordable_blocks(self, sharers: int = 1) -> int:
         """Blocks that this rank can have, `sharers` ranks of the instance taking equal parts of the memory
         that is free now. Raises `ConfigError`.
         """
-        free = free_bytes(self.device) // sharers
+        sized = self._config.num_blocks is not None or self._config.kv_bytes is not None
+        taken = 0 if sized or self.device.type == "cpu" else self._measure()
+        free = free_bytes(self.device) // sharers - taken
         return pool_blocks(self._config, self._shape.block_bytes, self._context, self.device, free)
 
+    def _measure(self) -> int:
+        """Bytes of the GPU that steps, graphs and transfers will need beside the pool."""
+        steps = self.run_largest(lambda work: footprint.peak_bytes(work, self.device))
+        decode = steps[-1] if wants_graphs(self._config, self.device) else 0  # graphs keep theirs
+        transfers = 0 if self._config.role == "unified" else footprint.TRANSFER_BYTES
+        margin = int(footprint.MARGIN_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
+        logger.info(
+            "%s: %.1f MB for prompts, %.1f MB for decode steps, %.1f MB for transfers, %.1f MB margin",
+            self._config.instance,
+            *(size / 1e6 for size in (*steps, transfers, margin)),
+        )
+        return max(steps) + decode + transfers + margin
+
+    def run_largest(self, measure: Callable[[Callable[[], object]], int]) -> tuple[int, int]:
+        """Runs the largest prompt step and the largest decode step, over a pool of one block, inside
+        `measure`; returns what that gives. All ranks of an instance do this at the same time.
+        """
+        config, size = self._config, self._config.block_size
+        self.kv_cache = KVCache(self._backend, self._shape, 1, self.device)
+        prompts = footprint.prompt_step(footprint.largest_prompt(config, self._context), self._context, size)
+        decodes = footprint.decode_step(config.max_batch_size, self._context, size)
+        found = []
+        for step in (prompts, decodes):
+            found.append(measure(lambda step=step: self.execute(step)))  # type: ignore[misc]
+            self.execute(footprint.leaving(step))
+        del self.kv_cache
+        return found[0], found[1]
+
     def allocate(self, blocks: int) -> None:
-        """Makes the pool."""
+        """Makes the pool and, where decode steps are recorded, their graphs."""
         self.kv_cache = KVCache(self._backend, self._shape, blocks, self.device)
+        config = self._config
+        if wants_graphs(config, self.device) and self._recordable():
+            self._graphs = DecodeGraphs(
+                self._decode,
+                config.max_batch_size,
+                min(blocks, -(-self._context // config.block_size)),
+                config.block_size,
+                self._hidden_size,
+                self._dtype,
+                self.device,
+            )
+            self._graphs.record()
         logger.info(
             "%s: %d blocks of %d tokens, %.1f MB of KV cache",
             self._config.instance,
@@ -189,16 +269,31 @@ class ModelRunner:
             self.kv_cache.bytes / 1e6,
         )
 
+    def _recordable(self) -> bool:
+        """Raises `ConfigError` if graphs are asked for by name and the attention cannot be recorded."""
+        if self.device.type == "cpu" or self._backend.recordable:
+            return True
+        if self._config.decode_graphs:
+            raise ConfigError(f"decode_graphs=True: attention {self._backend.name!r} cannot be recorded")
+        logger.info("%s: no decode graphs with attention %r", self._config.instance, self._backend.name)
+        return False
+
     @property
     def attention_name(self) -> str:
         return self._backend.name
 
-    @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput | None:
+        """`begin`, and the tokens; None on a rank that does not sample."""
+        running = self.begin(step)
+        return None if running is None else running.result()
+
+    @torch.inference_mode()
+    def begin(self, step: StepInput) -> RunningStep | None:
         """Computes the step and samples where asked; None on a rank that does not sample.
 
-        Raises `KeyError` for a sequence that has not joined, `RankLost` if a rank that this one waits for is
-        lost.
+        On a GPU it returns before the device has done so; nothing of a decode step waits for it. Raises
+        `KeyError` for a sequence that has not joined, `RankLost` if a rank that this one waits for is lost,
+        `torch.OutOfMemoryError`.
         """
         links = self._links
         if links.samples:
@@ -206,9 +301,19 @@ class ModelRunner:
                 self._sampler.leave(key)
             for joining in step.joining:
                 self._sampler.join(joining)
-        items = step.items
-        if not items:
-            return StepOutput([], []) if links.samples else None
+        if not step.items:
+            return self._nothing()
+        try:
+            if self._graphs is not None and self.graphs_enabled and self._graphs.serves(step.items):
+                return self._choose(self._graphs.run(step.items), step.items, self._graphs)
+            return self._compute(step.items)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # what is free in pieces of the wrong size may serve the next batch
+            raise
+
+    def _compute(self, items: list[StepItem]) -> RunningStep | None:
+        """A step of any items, in tensors of just its size."""
+        links = self._links
         order = None
         if any(len(item.tokens) > 1 for item in items):
             order = sorted(range(len(items)), key=lambda i: len(items[i].tokens) > 1)
@@ -231,12 +336,30 @@ class ModelRunner:
             return None
         return self._choose(hidden, [items[i] for i in chosen])
 
-    def _choose(self, hidden: Tensor, items: Sequence[StepItem]) -> StepOutput | None:
+    def _decode(self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lens: Tensor) -> Tensor:
+        """See `DecodeBody`."""
+        attention = PagedAttention(self._backend, self.kv_cache, slots, DecodeMeta(tables, lens), None)
+        return self._model.forward(ids, positions, attention)
+
+    def _nothing(self) -> RunningStep | None:
+        """A step that samples no token."""
+        nothing = Choice((), torch.empty(0, dtype=torch.int64), ())
+        return RunningStep(self._sampler, nothing) if self._links.samples else None
+
+    def _choose(
+        self, hidden: Tensor, items: Sequence[StepItem], graphs: DecodeGraphs | None = None
+    ) -> RunningStep | None:
         """Samples the next token of each item from its row of `hidden`. All ranks of the stage come here."""
         if not items:
-            return StepOutput([], []) if self._links.samples else None
+            return self._nothing()
         logits = self._model.logits(hidden)
         if not self._links.samples:
             return None
+        if self._running is not None and self._sampler.counts_tokens([item.key for item in items]):
+            self._running.result()  # the choice depends on the token before, which must be known first
         places = [item.start + len(item.tokens) for item in items]
-        return StepOutput(*self._sampler.sample(logits, [item.key for item in items], places))
+        choice = self._sampler.choose(logits, [item.key for item in items], places)
+        if graphs is not None:
+            graphs.take_sampled(choice.tokens)
+        self._running = RunningStep(self._sampler, choice)
+        return self._running

@@ -7,7 +7,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from distserve.worker.rng import uniform
 from distserve.worker.step import Joining, SamplingParams, TokenLogprobs
 from distserve_kernels.sampling import argmax, draw
 from distserve_kernels.sampling_reference import Truncation
+from distserve_kernels.transit import upload
 
 
 class TokenCounts:
@@ -46,8 +47,7 @@ class TokenCounts:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Ids int64 [m] and counts fp32 [m]. Valid until the next `add`."""
         m = len(self._place)
-        ids, counts = torch.from_numpy(self._ids[:m]), torch.from_numpy(self._counts[:m])
-        return ids.to(self._device), counts.to(self._device)
+        return upload(self._ids[:m], self._device), upload(self._counts[:m], self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,19 @@ class SequenceState:
     params: SamplingParams
     prompt_len: int
     seen: TokenCounts | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of a step, still on the device: int64 [n], one for each of `states`.
+
+    `reported`: for rows that ask for log-probabilities the row, the chosen token's, and the largest ones
+    with their ids.
+    """
+
+    states: Sequence[SequenceState]
+    tokens: Tensor
+    reported: Sequence[tuple[int, Tensor, Tensor, Tensor]]
 
 
 class Sampler:
@@ -90,10 +103,18 @@ class Sampler:
         `positions[i]` is the place of the new token of sequence `keys[i]`. Raises `KeyError` for a sequence
         that has not joined.
         """
+        choice = self.choose(logits, keys, positions)
+        return self.settle(choice, choice.tokens.tolist())
+
+    def counts_tokens(self, keys: Sequence[str]) -> bool:
+        """Do the choices for any of these sequences depend on its tokens so far?"""
+        return any(self._states[key].seen is not None for key in keys)
+
+    def choose(self, logits: Tensor, keys: Sequence[str], positions: Sequence[int]) -> Choice:
+        """The first half of `sample`, which waits for no device."""
         states = [self._states[key] for key in keys]
         if all(state.params.plain_greedy for state in states):
-            tokens: list[int] = argmax(logits).tolist()
-            return tokens, [None] * len(tokens)
+            return Choice(states, argmax(logits), [])
         logits = logits.float()
         tables = {
             i: log_softmax(logits[i], -1) for i, s in enumerate(states) if s.params.logprobs is not None
@@ -102,17 +123,23 @@ class Sampler:
         chosen = argmax(logits)
         random = [i for i, state in enumerate(states) if state.params.temperature > 0]
         if random:
-            rows = torch.tensor(random, device=self._device)
+            rows = upload(np.array(random, dtype=np.int64), self._device)
             how = self._parameters(tuple(keys[i] for i in random))
             draws = [uniform(states[i].params.seed, positions[i]) for i in random]
-            uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
+            uniforms = upload(np.array(draws, dtype=np.float64), self._device)
             part = logits if len(random) == len(states) else logits[rows]
             chosen[rows] = draw(part, how, uniforms)
-        tokens = chosen.tolist()
-        for state, token in zip(states, tokens, strict=True):
+        return Choice(states, chosen, [_reported(i, table, states, chosen) for i, table in tables.items()])
+
+    def settle(self, choice: Choice, tokens: list[int]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The second half: takes note of the tokens, which are the choice's, read back."""
+        for state, token in zip(choice.states, tokens, strict=True):
             if state.seen is not None:
                 state.seen.add(token)
-        return tokens, _logprobs(tables, states, tokens)
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        for row, chosen, values, ids in choice.reported:
+            logprobs[row] = TokenLogprobs(float(chosen), tuple(ids.tolist()), tuple(values.tolist()))
+        return tokens, logprobs
 
     def _adjust(self, logits: Tensor, states: Sequence[SequenceState], positions: Sequence[int]) -> None:
         """Penalties and min_tokens, in place."""
@@ -121,23 +148,21 @@ class Sampler:
             if state.seen is not None:
                 penalise(row, params, *state.seen.tensors())
             if params.end_ids and position - state.prompt_len < params.min_tokens:
-                row[[t for t in params.end_ids if t < self._vocab_size]] = -torch.inf
+                ends = np.array([t for t in params.end_ids if t < self._vocab_size], dtype=np.int64)
+                row.index_fill_(0, upload(ends, self._device), -torch.inf)
 
     def _parameters(self, keys: tuple[str, ...]) -> Truncation:
         """Tensors of the rows' parameters, kept from step to step while the batch stays the same."""
         if self._truncation is None or self._truncation[0] != keys:
             params = [self._states[key].params for key in keys]
-            tensors = Truncation(
-                self._tensor([p.temperature for p in params], torch.float32),
-                self._tensor([p.top_k for p in params], torch.int64),
-                self._tensor([p.top_p for p in params], torch.float32),
-                self._tensor([p.min_p for p in params], torch.float32),
+            limits = Truncation(
+                torch.tensor([p.temperature for p in params], dtype=torch.float32),
+                torch.tensor([p.top_k for p in params], dtype=torch.int64),
+                torch.tensor([p.top_p for p in params], dtype=torch.float32),
+                torch.tensor([p.min_p for p in params], dtype=torch.float32),
             )
-            self._truncation = (keys, tensors)
+            self._truncation = (keys, limits.moved(lambda values: upload(values, self._device)))
         return self._truncation[1]
-
-    def _tensor(self, values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def penalise(row: Tensor, params: SamplingParams, ids: Tensor, counts: Tensor) -> None:
@@ -156,12 +181,9 @@ def penalise(row: Tensor, params: SamplingParams, ids: Tensor, counts: Tensor) -
     row[ids] = values
 
 
-def _logprobs(
-    tables: Mapping[int, Tensor], states: Sequence[SequenceState], tokens: Sequence[int]
-) -> list[TokenLogprobs | None]:
-    """For the rows that ask for them; `tables` has these rows' log-probabilities as the model gave them."""
-    out: list[TokenLogprobs | None] = [None] * len(tokens)
-    for i, table in tables.items():
-        values, ids = table.topk(states[i].params.logprobs or 0)
-        out[i] = TokenLogprobs(float(table[tokens[i]]), tuple(ids.tolist()), tuple(values.tolist()))
-    return out
+def _reported(
+    row: int, table: Tensor, states: Sequence[SequenceState], chosen: Tensor
+) -> tuple[int, Tensor, Tensor, Tensor]:
+    """An entry of `Choice.reported`; `table` has the row's log-probabilities as the model gave them."""
+    values, ids = table.topk(states[row].params.logprobs or 0)
+    return row, table.gather(0, chosen[row : row + 1]), values, ids

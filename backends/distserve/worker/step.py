@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from distserve.core.parsing import ConfigError
 
+LAST_SAMPLED = -1
+"""In place of a token id: the one that the step before has sampled for this sequence, not yet told."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -82,7 +85,7 @@ class StepItem:
     """Computes positions [start, start + len(tokens)) of one sequence.
 
     `block_table` covers at least these positions. With `sample` the next token is chosen from the last
-    one's logits.
+    one's logits. The only token of an item may be `LAST_SAMPLED` (executors with `lag`).
     """
 
     key: str

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distserve_kernels.backend import PrefillMeta
+from distserve_kernels.backend import PrefillMeta, RotaryStore
 from distserve_kernels.layout import TOKENS
 from distserve_kernels.triton_lang import pages
 from distserve_kernels.triton_lang.decode import head_blocks, paged_decode
@@ -50,6 +50,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    recordable = True
     kv_head_axis = TOKENS.kv_head_axis
 
     def __init__(self, chip: Chip, measurements: Path) -> None:
@@ -58,7 +59,7 @@ class TritonBackend:
         self.measured = MeasuredTiles(measurements, chip)
         self.allocate = TOKENS.allocate
         self.store = pages.store
-        self.rotary_store = rotary_store
+        self.rotary_store: RotaryStore | None = rotary_store
 
     def tile(self, case: Case) -> Tile:
         """The tile that a launch of this case uses."""
