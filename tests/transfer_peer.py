@@ -24,6 +24,7 @@ from distserve.transfer.source import KVSource
 ANSWER_S = 20.0
 LAYOUT = Layout("tiny", "fp32", 4, 5, 4, 8, 1, 1, "nhd")
 BLOCKS = 24
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRELOAD = ["distserve.transfer.source", "distserve.transfer.puller"]  # imported once, the children are forks
 
 
@@ -62,16 +63,21 @@ class RankPages:
         self._pages = []
         for layer in layer_range(layout.layers, layout.pp, pp_rank):
             parts = []
-            for part in (0, 1):
+            for number in (0, 1):
                 size = [blocks, layout.block_size, layout.head_dim]
                 size.insert(head_axis, layout.kv_heads)
                 if seed is None:
                     whole = torch.zeros(size)
                 else:
-                    generator = torch.Generator().manual_seed(seed * 1000 + layer * 2 + part)
+                    generator = torch.Generator().manual_seed(seed * 1000 + layer * 2 + number)
                     whole = torch.randn(size, generator=generator)
-                parts.append(whole.narrow(head_axis, heads.start, len(heads)).contiguous().to(device))
+                part = whole.narrow(head_axis, heads.start, len(heads)).contiguous()
+                parts.append(part.to(device, DTYPES[layout.dtype]))
             self._pages.append((parts[0], parts[1]))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._pages)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         self.touched.set()
@@ -89,9 +95,11 @@ class Instance:
         self.layout = layout_of(shape, layout)
         self.epoch = epoch
         self.name = options.pop("name", "p0")
-        device = options.pop("device", "cpu")
+        device, head_axis = options.pop("device", "cpu"), options.pop("head_axis", 1)
         ranks = range(shape.ranks)
-        self.caches = [RankPages(self.layout, rank, seed=1, device=device) for rank in ranks]
+        self.caches = [
+            RankPages(self.layout, rank, seed=1, device=device, head_axis=head_axis) for rank in ranks
+        ]
         self.leases = [LeaseTable(time.monotonic) for _ in ranks]
         self.sources = [
             KVSource(self.caches[r], self.leases[r], shape, r, self.layout, self.name, epoch, **options)
@@ -133,10 +141,22 @@ class Instance:
     def slow_down(self, delay_s: float) -> None:
         for cache in self.caches:
             cache.delay_s = delay_s
+        for source in self.sources:
+            packer = source._config.packer
+            if packer.device.type == "cuda":  # its pages are looked up once
+                packer.pack = _after(delay_s, packer.pack)  # type: ignore[method-assign]
 
     def close(self) -> None:
         for source in self.sources:
             source.close()
+
+
+def _after(delay_s: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*args: Any) -> Any:
+        time.sleep(delay_s)
+        return call(*args)
+
+    return later
 
 
 class InstanceProcess:
@@ -188,8 +208,11 @@ class Decode:
     def __init__(self, shape: Shape, name: str = "d0", layout: Layout = LAYOUT, **options: Any) -> None:
         self.layout = layout_of(shape, layout)
         ranks = range(shape.ranks)
-        device = options.pop("device", "cpu")
-        self.caches = [RankPages(self.layout, rank, seed=None, device=device) for rank in ranks]
+        device, self._head_axis = options.pop("device", "cpu"), options.pop("head_axis", 1)
+        self.caches = [
+            RankPages(self.layout, rank, seed=None, device=device, head_axis=self._head_axis)
+            for rank in ranks
+        ]
         self.pullers = [KVPuller(self.caches[r], shape, r, self.layout, name, 1, **options) for r in ranks]
 
         for cache in self.caches:
@@ -205,7 +228,7 @@ class Decode:
         wrong = 0
         others = [block for block in range(BLOCKS) if block not in set(dst_blocks)]
         for rank, cache in enumerate(self.caches):
-            wanted = RankPages(self.layout, rank, seed=1)
+            wanted = RankPages(self.layout, rank, seed=1, head_axis=self._head_axis)
             for layer in range(len(cache._pages)):
                 for got, want in zip(cache.pages(layer), wanted.pages(layer), strict=True):
                     wrong += not torch.equal(got[list(dst_blocks)].cpu(), want[list(src_blocks)])

@@ -1,19 +1,56 @@
-"""Transfers between GPUs: through the host where two instances share one, over NCCL between two."""
+"""Transfers between GPUs: by CUDA IPC, through the host, and over NCCL."""
 
 from __future__ import annotations
 
+import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distserve.core.shapes import Shape
+from distserve.transfer.chunks import Piece
 from distserve.transfer.errors import TransferError
-from transfer_peer import LAYOUT, Decode, Instance, InstanceProcess, RankPages
+from distserve.transfer.ipc import IpcChannel
+from distserve.transfer.memory import GPU, shared_kind, without_ipc
+from distserve.transfer.nccl import NcclChannel
+from distserve.transfer.packing import Packer
+from transfer_peer import BLOCKS, LAYOUT, Decode, Instance, InstanceProcess, RankPages, soon
 
 one_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 SRC, DST = list(range(3, 19)), list(range(20, 4, -1))
+DEADLINES = ((signal.SIGKILL, "UNAVAILABLE"), (signal.SIGSTOP, "DEADLINE_EXCEEDED"))
+
+
+def channel_of(decode: Decode) -> object:
+    """The channel of the only pair."""
+    (receiver,) = decode.pullers[0]._receivers.values()
+    return receiver._channel
+
+
+def survives_lost_peers(decode: Decode, source: str, **options: object) -> None:
+    """A peer is killed, another stopped, in the middle of a pull: that pull fails, the next pair works."""
+    for number, code in DEADLINES:
+        peer = InstanceProcess(Shape(), epoch=int(number), device=source, staging_bytes=4096, **options)
+        try:
+            for future in decode.pull(peer.call("lease", SRC), DST, 60.0):
+                future.result(60)
+            assert decode.differing(SRC, DST) == 0
+            peer.call("slow_down", 0.1)
+            page = decode.caches[0].pages(0)[0]
+            page.zero_()
+            torch.cuda.synchronize(page.device)
+            future = decode.pull(peer.call("lease", SRC), DST, 5.0)[0]
+            assert soon(lambda page=page: bool(page.any()), 10.0)
+            peer.signal(number)
+            error = future.exception(15)
+            assert isinstance(error, TransferError)
+            assert error.code == code
+        finally:
+            peer.end()
 
 
 @pytest.mark.gpu
@@ -21,9 +58,10 @@ SRC, DST = list(range(3, 19)), list(range(20, 4, -1))
 @pytest.mark.parametrize(
     "options",
     [{"backend": "gloo", "shared_memory": False}, {"backend": "gloo"}, {"backend": "nccl"}],
-    ids=["gloo", "memory", "one gpu instead of nccl"],
+    ids=["gloo", "memory", "memory instead of nccl"],
 )
-def test_pages_on_one_gpu_move_through_the_host(options: dict[str, object]) -> None:
+def test_pages_of_one_process_move_through_the_host(options: dict[str, object]) -> None:
+    """CUDA opens no handle in the process that made it, and NCCL takes no two ranks on one GPU."""
     instance = Instance(Shape(), device="cuda:0", staging_bytes=4096, **options)
     decode = Decode(Shape(2), device="cuda:0", **options)
     try:
@@ -31,32 +69,97 @@ def test_pages_on_one_gpu_move_through_the_host(options: dict[str, object]) -> N
             for future in decode.pull(instance.lease(SRC), DST):
                 future.result(30)
             assert decode.differing(SRC, DST) == 0
+        assert not isinstance(channel_of(decode), IpcChannel)
     finally:
         decode.close()
         instance.close()
 
 
-@pytest.mark.gpu2
-@two_gpus
-def test_nccl_between_two_gpus_survives_a_killed_and_a_stopped_peer() -> None:
-    decode = Decode(Shape(), device="cuda:1", backend="nccl", staging_bytes=4096)
+@pytest.mark.gpu
+@one_gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("head_axis", [1, 2], ids=["heads first", "tokens first"])
+def test_two_processes_on_one_gpu_use_ipc(dtype: str, head_axis: int) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    options = {"backend": "nccl", "layout": layout, "head_axis": head_axis, "device": "cuda:0"}
+    peer = InstanceProcess(Shape(), staging_bytes=4096, **options)
+    decode = Decode(Shape(2), **options)
     try:
-        for number, code in ((signal.SIGKILL, "UNAVAILABLE"), (signal.SIGSTOP, "DEADLINE_EXCEEDED")):
-            peer = InstanceProcess(
-                Shape(), epoch=int(number), device="cuda:0", backend="nccl", staging_bytes=4096
-            )
+        for _ in range(3):
             for future in decode.pull(peer.call("lease", SRC), DST, 60.0):
                 future.result(60)
             assert decode.differing(SRC, DST) == 0
-            peer.call("slow_down", 0.05)
-            decode.caches[0].touched.clear()
-            future = decode.pull(peer.call("lease", SRC), DST, 3.0)[0]
-            assert decode.caches[0].touched.wait(10)
-            peer.signal(number)
-            error = future.exception(15)
-            assert isinstance(error, TransferError)
-            assert error.code == code
-            peer.end()
+        assert isinstance(channel_of(decode), IpcChannel)
+        (stats,) = peer.call("stats")
+        assert stats.device_bytes == 2 * 2 * 4096  # two pairs, two lanes
+    finally:
+        decode.close()
+        peer.end()
+
+
+@pytest.mark.gpu
+@one_gpu
+def test_ipc_survives_a_killed_and_a_stopped_peer() -> None:
+    decode = Decode(Shape(), device="cuda:0", backend="nccl", staging_bytes=4096)
+    try:
+        survives_lost_peers(decode, "cuda:0", backend="nccl")
+    finally:
+        decode.close()
+
+
+@pytest.mark.gpu
+@one_gpu
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_pack_nccl_to_itself_unpack(dtype: str) -> None:
+    """On one device NCCL sends to the rank that it is."""
+    device = torch.device("cuda:0")
+    layout = replace(LAYOUT, dtype=dtype)
+    source = RankPages(layout, 0, seed=1, head_axis=2, device="cuda:0")
+    target = RankPages(layout, 0, seed=None, head_axis=2, device="cuda:0")
+    message = [Piece(layer, part, range(4), 0, len(SRC)) for layer in range(5) for part in (0, 1)]
+    group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # the pages have been made there
+    try:
+        with torch.cuda.stream(stream):
+            packer = Packer(source, 0, 0)
+            size = sum(piece.count * len(piece.heads) for piece in message) * packer.unit
+            sent, received = (torch.zeros(size, dtype=packer.dtype, device=device) for _ in range(2))
+            packer.pack(message, torch.tensor(SRC, device=device), sent)
+            group._start_coalescing()
+            group.send([sent], 0, 0)
+            group.recv([received], 0, 0)
+            group._end_coalescing().wait()
+            Packer(target, 0, 0).unpack(message, torch.tensor(DST, device=device), received)
+        stream.synchronize()
+    finally:
+        group.abort()
+    for layer in range(5):
+        for got, want in zip(target.pages(layer), source.pages(layer), strict=True):
+            assert torch.equal(got[DST], want[SRC])
+            rest = [block for block in range(BLOCKS) if block not in DST]
+            assert not got[rest].any()
+
+
+@pytest.mark.gpu2
+@two_gpus
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["ipc", "nccl"])
+def test_between_two_gpus_and_after_lost_peers(shared_memory: bool) -> None:
+    options = {"backend": "nccl", "shared_memory": shared_memory}
+    decode = Decode(Shape(), device="cuda:1", staging_bytes=4096, **options)
+    try:
+        survives_lost_peers(decode, "cuda:0", **options)
+        peer = InstanceProcess(Shape(), epoch=99, device="cuda:0", **options)
+        for future in decode.pull(peer.call("lease", SRC), DST, 60.0):
+            future.result(60)
+        assert decode.differing(SRC, DST) == 0
+        receivers = [r for r in decode.pullers[0]._receivers.values() if r.key.epoch == 99]
+        channel = receivers[0]._channel
+        assert isinstance(channel, IpcChannel if shared_memory else NcclChannel)
+        if isinstance(channel, NcclChannel):
+            assert channel.device_bytes > 0  # of the communicator
+        peer.end()
     finally:
         decode.close()
 
@@ -69,11 +172,21 @@ def test_nccl_is_refused_by_name_for_pages_on_a_cpu() -> None:
     assert RankPages(LAYOUT, 0, 1).pages(0)[0].device.type == "cpu"
 
 
+def test_which_channel_two_processes_choose() -> None:
+    host, other = "boot pid:[1] 0", "boot pid:[2] 0"
+    assert shared_kind(host, host, "gloo") == "memory"
+    assert shared_kind(host, other, "gloo") == "gloo"
+    assert shared_kind("", "", "gloo") == "gloo"
+    one, two = f"{host}{GPU}GPU-1", f"{host}{GPU}GPU-2"
+    assert shared_kind(one, one, "nccl") == "ipc"
+    assert shared_kind(one, two, "nccl") == "ipc"
+    assert shared_kind(one, f"{other}{GPU}GPU-1", "nccl") == "nccl"
+    assert shared_kind(one, host, "gloo") == "gloo"  # one has its pages on a CPU
+    assert without_ipc(one, one, "nccl") == "memory"
+    assert without_ipc(one, two, "nccl") == "nccl"
+
+
 def test_torch_settings_of_a_pair_are_not_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from distserve.transfer.nccl import NcclChannel
-
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     with NcclChannel._settings(7):

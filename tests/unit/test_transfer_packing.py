@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distserve.transfer.chunks import Piece
-from distserve.transfer.packing import Packer
+from distserve.transfer.packing import Packer, runs
 
 LAYERS, HEADS, DIM, SIZE, BLOCKS = 3, 4, 8, 2, 9
 FIRST_LAYER, FIRST_HEAD = 5, 2
@@ -24,6 +24,7 @@ class Pages:
     def __init__(self, head_axis: int, dtype: torch.dtype, fill: bool) -> None:
         self.num_blocks = BLOCKS
         self.kv_head_axis = head_axis
+        self.num_layers = LAYERS
         k_size, v_size = [BLOCKS, DIM, SIZE], [BLOCKS, SIZE, DIM]
         k_size.insert(head_axis, HEADS)
         v_size.insert(head_axis, HEADS)
@@ -89,3 +90,26 @@ def test_a_whole_page_and_a_single_head_of_one_block() -> None:
     assert torch.equal(packer.pack(everything, order, buffer), source.pages(0)[0].reshape(-1))
     one = [Piece(1, 1, range(3, 4), 4, 1)]
     assert torch.equal(packer.pack(one, order, buffer), source.pages(1)[1][4, 3].reshape(-1))
+
+
+def test_one_launch_copies_what_piece_by_piece_does() -> None:
+    source, target = Pages(2, torch.bfloat16, fill=True), Pages(2, torch.bfloat16, fill=False)
+    for pages in (source, target):  # as on a GPU: K and V of one shape
+        pages._pages = [(v.clone(), v) for _, v in pages._pages]
+    heads = range(3, 5)
+    message = [Piece(layer, part, heads, 1, 3) for layer in (5, 6, 7) for part in (0, 1)]
+    message += [Piece(5, 0, heads, 0, 1), *MESSAGE]
+    found = list(runs(message, FIRST_LAYER))
+    assert [members for _, members in found][:2] == [range(0, 6), range(0, 1)]
+    assert sum(len(members) for _, members in found) == len(message)
+    size = sum(p.count * len(p.heads) for p in message) * DIM * SIZE
+    by_piece, at_once = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
+    plain = Packer(source, FIRST_LAYER, FIRST_HEAD, one_launch=False)
+    whole = Packer(source, FIRST_LAYER, FIRST_HEAD, one_launch=True)
+    assert torch.equal(plain.pack(message, ORDER, by_piece), whole.pack(message, ORDER, at_once))
+    assert by_piece.any()
+    back = torch.tensor([1, 4, 6, 5, 0])
+    Packer(target, FIRST_LAYER, FIRST_HEAD, one_launch=True).unpack(message, back, at_once)
+    again = torch.zeros_like(at_once)
+    Packer(target, FIRST_LAYER, FIRST_HEAD, one_launch=False).pack(message, back, again)
+    assert torch.equal(again, at_once)

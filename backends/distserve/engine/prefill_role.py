@@ -155,6 +155,7 @@ class PrefillRole:
             "transfer_bytes": stats.bytes,
             "transfer_wire_s": stats.seconds,
             "transfer_pairs": stats.pairs,
+            "transfer_device_bytes": stats.device_bytes,
             **{f"leases_{outcome}": count for outcome, count in ended.items()},
         }
 

@@ -34,6 +34,9 @@ class Channel(Protocol):
     memory: list[Tensor] | None
     """Bytes that messages have to lie in, one buffer per lane; None if any tensor will do."""
 
+    device_bytes: int
+    """GPU memory that the channel itself takes at this end."""
+
     def send(self, lane: int, message: Tensor) -> None:
         """Starts sending a contiguous tensor, which must stay as it is until `wait` returns."""
         ...
@@ -61,6 +64,7 @@ class GroupChannel:
     def __init__(self, rank: int, lanes: int, groups: int) -> None:
         self.lanes = lanes
         self.memory: list[Tensor] | None = None
+        self.device_bytes = 0
         self._group_count = groups  # lanes share them in turns
         self._peer = 1 - rank
         self._rank = rank
@@ -218,27 +222,41 @@ class GlooChannel(GroupChannel):
 
 
 def open_channel(
-    kind: str, rank: int, device: torch.device, control: Control, lane_bytes: int, deadline: float
-) -> Channel:
-    """Makes the channel to the peer at the other end of `control`, which calls this at the same time.
+    kind: str,
+    rank: int,
+    device: torch.device,
+    control: Control,
+    lane_bytes: int,
+    deadline: float,
+    otherwise: str = "gloo",
+) -> tuple[Channel, str]:
+    """Makes the channel to the peer at the other end of `control`, which calls this at the same time; the
+    channel, and of which kind it has become.
 
-    `kind`: "gloo", "nccl", or "memory" for two processes of one host, which becomes "gloo" if the memory
-    cannot be shared after all. `device`: where the caller's pages are; `lane_bytes`: the largest message.
-    Raises `TransferError`; the control connection is then of no more use.
+    `kind`: "gloo", "nccl", or for two processes of one host "memory" or "ipc"; where that turns out not to be
+    possible, "ipc" becomes `otherwise` and "memory" "gloo". `device`: where the caller's pages are;
+    `lane_bytes`: the largest message. Raises `TransferError`; the control connection is then of no more use.
     """
+    if kind == "ipc":
+        from distserve.transfer import ipc
+
+        mapped = (ipc.offer if rank == SOURCE else ipc.attach)(control, device, lane_bytes, deadline)
+        if mapped is not None:
+            return mapped, kind
+        kind = otherwise
     if kind == "memory":
         shared = (offer if rank == SOURCE else attach)(control, lane_bytes, deadline)
         if shared is not None:
-            return shared
+            return shared, kind
     channel: GroupChannel
     if kind == "nccl":
         from distserve.transfer.nccl import NcclChannel
 
         channel = NcclChannel(rank, device)
     else:
-        channel = GlooChannel(rank)
+        kind, channel = "gloo", GlooChannel(rank)
     channel.connect(control, deadline)
-    return channel
+    return channel, kind
 
 
 def left(deadline: float, what: str) -> timedelta:

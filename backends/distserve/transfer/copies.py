@@ -26,7 +26,8 @@ class Copies:
 
     Messages lie in the channel's own memory if it has some, else in pinned host memory for Gloo with pages on
     a GPU, else in the packed buffers themselves. `limit` is the size of a buffer in units (see `chunks`):
-    staging memory is `lanes * limit` units and stays that.
+    staging memory is `lanes * limit` units and stays that (`device_bytes` of it on a GPU, the channel's own
+    not counted).
     """
 
     def __init__(self, packer: Packer, channel: Channel, limit: int, kind: str) -> None:
@@ -34,17 +35,20 @@ class Copies:
         size, dtype, device = limit * packer.unit, packer.dtype, packer.device
         cuda: Any = torch.cuda  # untyped in torch
         self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
-        host: list[Tensor] | None = None
+        self.device_bytes = 0
+        wire: list[Tensor] | None = None
         if channel.memory is not None:
-            host = [memory[: size * dtype.itemsize].view(dtype) for memory in channel.memory]
-        elif device.type == "cuda" and kind != "nccl":
-            host = [torch.empty(size, dtype=dtype, pin_memory=True) for _ in range(channel.lanes)]
-        if host is not None and device.type == "cpu":
-            self._buffers = self._wire = host
+            wire = [memory[: size * dtype.itemsize].view(dtype) for memory in channel.memory]
+        elif device.type == "cuda" and kind == "gloo":
+            wire = [torch.empty(size, dtype=dtype, pin_memory=True) for _ in range(channel.lanes)]
+        if wire is not None and wire[0].device == device:
+            self._buffers = self._wire = wire
             return
         with self.current():  # so that their memory is not given to another stream while a copy runs
             self._buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(channel.lanes)]
-        self._wire = self._buffers if host is None else host
+        if device.type == "cuda":
+            self.device_bytes = channel.lanes * size * dtype.itemsize
+        self._wire = self._buffers if wire is None else wire
 
     def current(self) -> AbstractContextManager[Any]:
         """Work issued inside belongs to the own stream; the channel's operations are ordered with it."""
@@ -73,10 +77,11 @@ class Copies:
         """Scatters a received message into the request's blocks."""
         buffer = self._buffers[lane]
         if self._wire is not self._buffers:
-            buffer.copy_(self._wire[lane], non_blocking=True)
+            wire = self.target(lane, message)
+            buffer[: wire.numel()].copy_(wire, non_blocking=True)
         self._packer.unpack(message, blocks, buffer)
         if self._wire is not self._buffers:
-            self.finish(deadline)  # the next message overwrites the host buffer
+            self.finish(deadline)  # the next message overwrites what was on the wire
 
     def finish(self, deadline: float) -> None:
         """Until all copies issued so far have ended. Raises `TransferError` at the deadline."""

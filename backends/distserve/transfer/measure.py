@@ -78,6 +78,7 @@ class TensorPages:
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_layers = shape.layers
         size = (num_blocks, shape.kv_heads, shape.head_dim, shape.block_size)
         self._pages = [
             (torch.rand(size).to(shape.dtype), torch.rand(size).to(shape.dtype)) for _ in range(shape.layers)

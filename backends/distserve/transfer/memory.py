@@ -27,22 +27,40 @@ LANES = 2
 TOKEN_BYTES = 16
 NOTICE_S = 5.0  # for a frame of a few bytes on a connection that is nearly empty
 ALIGNMENT = 4096
+GPU = " gpu "
 
 
 def host_id(device: torch.device) -> str:
-    """Equal in two processes that had better share memory: same boot, process ids, user and device.
-
-    Two instances on one GPU are among them: NCCL refuses two ranks on one GPU, so their KV takes the way
-    through the host.
+    """Equal in two processes that had better share memory: same boot, process ids and user. On GPUs followed
+    by `GPU` and the device's id.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        name = f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+        name = f"{boot} {' '.join(spaces)} {os.getuid()}"
     except OSError:
         return f"unknown {secrets.token_hex(16)}"  # equal to nobody's
     if device.type == "cuda":
-        name += f" {torch.cuda.get_device_properties(device).uuid}"
+        name += f"{GPU}{torch.cuda.get_device_properties(device).uuid}"
     return name
+
+
+def shared_kind(mine: str, theirs: str, backend: str) -> str:
+    """The channel between two processes by their `host_id` (empty: memory is not to be shared).
+
+    "memory" or "ipc" on one host, else `backend`.
+    """
+    (my_host, _, my_gpu), (host, _, gpu) = mine.partition(GPU), theirs.partition(GPU)
+    if not mine or my_host != host or bool(my_gpu) != bool(gpu):
+        return backend
+    return "ipc" if gpu else "memory"
+
+
+def without_ipc(mine: str, theirs: str, backend: str) -> str:
+    """What serves two processes with GPUs where CUDA lets none map the other's memory: through the host if
+    they share the GPU, on which NCCL takes no two ranks.
+    """
+    return "memory" if mine == theirs else backend
 
 
 class MemoryChannel:
@@ -53,6 +71,7 @@ class MemoryChannel:
     """
 
     lanes = LANES
+    device_bytes = 0
 
     def __init__(self, control: Control, memory: mmap.mmap, is_source: bool) -> None:
         self._control = control

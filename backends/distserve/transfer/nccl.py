@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distserve.transfer.channel import GroupChannel, first_line, left
+from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError, peer_gone, timed_out
 from distserve.transfer.rendezvous import ControlStore
 
@@ -41,6 +42,13 @@ class NcclChannel(GroupChannel):
             raise ValueError("backend='nccl': this torch was built without NCCL; allowed is 'gloo'")
         super().__init__(rank, lanes=2, groups=1)
         self._device = device
+
+    def connect(self, control: Control, deadline: float) -> None:
+        """Also counts the memory of the communicator, which comes with the first message (the token)."""
+        cuda: Any = torch.cuda  # untyped in torch
+        before = cuda.mem_get_info(self._device)[0]
+        super().connect(control, deadline)
+        self.device_bytes = max(0, before - cuda.mem_get_info(self._device)[0])
 
     def _make(self, store: ControlStore, local_host: str, deadline: float) -> Any:
         del local_host  # NCCL finds its own interfaces

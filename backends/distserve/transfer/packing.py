@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from distserve.transfer.chunks import Piece
+from distserve_kernels import page_copy
 
 
 class Pages(Protocol):
@@ -19,6 +20,9 @@ class Pages(Protocol):
     num_blocks: int
     kv_head_axis: int
 
+    @property
+    def num_layers(self) -> int: ...
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
 
@@ -27,7 +31,12 @@ class Packer:
     holds.
     """
 
-    def __init__(self, cache: Pages, first_layer: int, first_head: int) -> None:
+    def __init__(
+        self, cache: Pages, first_layer: int, first_head: int, one_launch: bool | None = None
+    ) -> None:
+        """`one_launch`: copies all layers of a message at once, which wants K and V pages of one shape;
+        default: on GPUs.
+        """
         self._cache = cache
         self._first_layer = first_layer
         self._first_head = first_head
@@ -35,12 +44,18 @@ class Packer:
         self.device = page.device
         self.dtype = page.dtype
         self.unit = page[0].numel() // page.shape[cache.kv_head_axis]  # elements of one head of one block
+        self._set: page_copy.PageSet | None = None
+        if page.is_cuda if one_launch is None else one_launch:
+            tensors = [part for layer in range(cache.num_layers) for part in cache.pages(layer)]
+            self._set = page_copy.PageSet.of(tensors, cache.kv_head_axis)
 
     def pack(self, message: Sequence[Piece], blocks: Tensor, buffer: Tensor) -> Tensor:
         """Copies a message's blocks into the 1-D `buffer`; returns the part of it that was filled.
 
         `blocks`: int64 ids of the request's blocks, on the pages' device.
         """
+        if self._set is not None:
+            return self._copy(self._set, message, blocks, buffer, pack=True)
         offset = 0
         for piece in message:
             pages = self._heads(piece)
@@ -52,6 +67,9 @@ class Packer:
 
     def unpack(self, message: Sequence[Piece], blocks: Tensor, buffer: Tensor) -> None:
         """The inverse of `pack`: writes the buffer's content into the request's blocks."""
+        if self._set is not None:
+            self._copy(self._set, message, blocks, buffer, pack=False)
+            return
         offset = 0
         for piece in message:
             pages = self._heads(piece)
@@ -60,9 +78,51 @@ class Packer:
             pages.index_copy_(0, _ids(piece, blocks), source)
             offset = end
 
+    def _copy(
+        self,
+        pages: page_copy.PageSet,
+        message: Sequence[Piece],
+        blocks: Tensor,
+        buffer: Tensor,
+        *,
+        pack: bool,
+    ) -> Tensor:
+        """One copy for each run of pieces; returns the part of the buffer that holds them."""
+        offset = 0
+        for piece, members in runs(message, self._first_layer):
+            heads = range(piece.heads.start - self._first_head, piece.heads.stop - self._first_head)
+            end = offset + len(members) * piece.count * len(heads) * self.unit
+            copy = page_copy.pack if pack else page_copy.unpack
+            copy(pages, members, _ids(piece, blocks), heads, buffer[offset:end])
+            offset = end
+        return buffer[:offset]
+
     def _heads(self, piece: Piece) -> Tensor:
         pages = self._cache.pages(piece.layer - self._first_layer)[piece.part]
         return pages.narrow(self._cache.kv_head_axis, piece.heads.start - self._first_head, len(piece.heads))
+
+
+def runs(message: Sequence[Piece], first_layer: int) -> Iterator[tuple[Piece, range]]:
+    """Pieces of the same blocks and heads in page tensors that follow one another, as one: the first piece,
+    and the numbers of the tensors (K and V of layer `first_layer`, of the next one, ...).
+    """
+    run: Piece | None = None
+    members = range(0)
+    for piece in message:
+        number = 2 * (piece.layer - first_layer) + piece.part
+        same = run is not None and (run.heads, run.first, run.count) == (
+            piece.heads,
+            piece.first,
+            piece.count,
+        )
+        if run is not None and same and number == members.stop:
+            members = range(members.start, number + 1)
+            continue
+        if run is not None:
+            yield run, members
+        run, members = piece, range(number, number + 1)
+    if run is not None:
+        yield run, members
 
 
 def _ids(piece: Piece, blocks: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import torch
+import numpy as np
 
 from distserve.core.shapes import Shape
 from distserve.transfer.copies import mark
@@ -19,7 +19,8 @@ from distserve.transfer.packing import Packer, Pages
 from distserve.transfer.plan import Slice, contacts
 from distserve.transfer.pull import Pull, TransferStats
 from distserve.transfer.receiver import PairKey, Receiver, ReceiverConfig
-from distserve.transfer.source import STAGING_BYTES, first_layer_and_head, require_backend, staging_units
+from distserve.transfer.source import first_layer_and_head, require_backend, staging_units
+from distserve_kernels.transit import upload
 
 __all__ = ["KVPuller", "TransferStats"]
 
@@ -45,7 +46,7 @@ class KVPuller:
         secret: bytes | None = None,
         backend: str = "gloo",
         shared_memory: bool = True,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
         packer = Packer(cache, *first_layer_and_head(layout, shape, rank))
@@ -79,7 +80,7 @@ class KVPuller:
             raise ValueError(f"dst_blocks: {len(dst_blocks)} given, the handle has {handle.num_blocks}")
         if dst_blocks and (min(dst_blocks) < 0 or max(dst_blocks) >= self._num_blocks):
             raise ValueError(f"dst_blocks: ids must be in [0, {self._num_blocks})")
-        blocks = torch.tensor(list(dst_blocks), dtype=torch.int64, device=self._device)
+        blocks = upload(np.array(dst_blocks, dtype=np.int64), self._device)
         calls = self._contacts(handle.layout.shape)
         pull = Pull(handle, blocks, mark(self._device), deadline, len(calls))
         pull.future.add_done_callback(self._forget)

@@ -175,20 +175,23 @@ class Receiver:
             if not max(len(s.heads) for s in slices) <= units <= self._config.units:
                 raise bad_message(f"units={units}: the staging buffer has {self._config.units}")
             count = sum(1 for _ in messages(slices, num_blocks, units))
-        expected = Accepted(count, units, size, accepted.channel)
+        expected = Accepted(count, units, size, accepted.channel, accepted.otherwise)
         fresh = count > 0 and self._channel is None
-        if accepted.channel not in (self._kinds if fresh else ("",)) or accepted != expected:
+        kinds = self._kinds if fresh else ("",)
+        allowed = accepted.channel in kinds and accepted.otherwise in ("", *kinds)
+        if not allowed or accepted != expected:
             raise bad_message(f"the source wants to send {accepted}; this end expects {expected}")
         return accepted
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        return (self._config.backend, "memory") if self._config.host else (self._config.backend,)
+        return (self._config.backend, "memory", "ipc") if self._config.host else (self._config.backend,)
 
     def _open(self, control: Control, accepted: Accepted, deadline: float) -> None:
         packer, kind = self._config.packer, accepted.channel
         size = accepted.units * packer.unit * packer.dtype.itemsize
-        self._channel = open_channel(kind, PULLER, packer.device, control, size, deadline)
+        place = (kind, PULLER, packer.device, control, size, deadline, accepted.otherwise)
+        self._channel, kind = open_channel(*place)
         self._copies = Copies(packer, self._channel, self._config.units, kind)
 
     def _receive(self, control: Control, pull: Pull, slices: Sequence[Slice], accepted: Accepted) -> bool:
@@ -218,9 +221,9 @@ class Receiver:
         return pull.error is None
 
     def _land(self, channel: Channel, copies: Copies, pull: Pull, lane: int, message: list[Piece]) -> None:
-        channel.wait(lane, pull.deadline)
-        if pull.error is None:
-            with copies.current():
+        with copies.current():
+            channel.wait(lane, pull.deadline)
+            if pull.error is None:
                 copies.unpack(lane, message, pull.blocks, pull.deadline)
 
     def _teardown(self) -> None:

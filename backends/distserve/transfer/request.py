@@ -13,7 +13,7 @@ from distserve.transfer.handle import LONGEST_TEXT, MOST_RANKS, Handle, Layout
 from distserve.transfer.leases import Claimant
 
 LONGEST_TIMEOUT_S = 3600.0
-CHANNELS = ("", "gloo", "nccl", "memory")
+CHANNELS = ("", "gloo", "nccl", "memory", "ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,14 @@ class PullRequest:
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """The source's answer: `messages` messages of at most `units` units, `bytes` together. Both must agree on
-    them.
+    them. `channel`: the kind of a new one, and `otherwise` what "ipc" becomes where it is not possible.
     """
 
     messages: int
     units: int
     bytes: int
     channel: str
+    otherwise: str = ""
 
     def to_wire(self) -> Message:
         return {
@@ -97,18 +98,21 @@ class Accepted:
             "units": self.units,
             "bytes": self.bytes,
             "channel": self.channel,
+            "otherwise": self.otherwise,
         }
 
     @classmethod
     def from_wire(cls, wire: Message) -> Accepted:
         """Raises `TransferError` (INVALID_ARGUMENT) naming the field."""
-        if wire.get("ok") is not True or wire.get("channel") not in CHANNELS:
+        kinds = (wire.get("channel"), wire.get("otherwise"))
+        if wire.get("ok") is not True or not set(kinds) <= set(CHANNELS):
             raise bad_message("answer to a pull: neither accepted nor refused")
         return cls(
             _integer(wire, "messages", 0, 2**40),
             _integer(wire, "units", 0, 2**40),
             _integer(wire, "bytes", 0, 2**60),
-            wire["channel"],
+            str(kinds[0]),
+            str(kinds[1]),
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
@@ -19,9 +20,13 @@ from distserve.transfer.copies import SETTLE_S, Copies
 from distserve.transfer.errors import TransferError, bad_message
 from distserve.transfer.handle import Layout
 from distserve.transfer.leases import Claim, LeaseTable
+from distserve.transfer.memory import shared_kind, without_ipc
 from distserve.transfer.packing import Packer
 from distserve.transfer.plan import Slice, callers, contacts
 from distserve.transfer.request import Accepted, PullRequest, refusal_to_wire
+from distserve_kernels.transit import upload
+
+logger = logging.getLogger(__name__)
 
 GREETING_S = 5.0
 IDLE_S = 300.0  # longer than a puller keeps an idle pair, so that it is the puller that closes it
@@ -55,6 +60,7 @@ class Job:
     units: int
     bytes: int
     channel: str  # kind, should a new one be needed
+    otherwise: str
     deadline: float
 
 
@@ -74,6 +80,7 @@ class Sender:
         self._calls: tuple[Shape, dict[int, dict[int, list[Slice]]]] | None = None
         self._channel: Channel | None = None
         self._copies: Copies | None = None
+        self.device_bytes = 0  # GPU memory that the pair takes at this end
 
     def run(self) -> None:
         """Until the peer goes, stays away too long or breaks the rules: then this pair alone is torn down."""
@@ -141,8 +148,10 @@ class Sender:
             raise _refused("wrong_shape", str(error)) from None
         claim = config.leases.claim(handle, request.claimant, request.rank, callers(calls, config.rank))
         size = total_units(slices, request.num_blocks) * config.packer.unit * config.packer.dtype.itemsize
-        kind = "memory" if config.host and config.host == request.host else config.backend
-        return Job(claim, slices, count, units, size, kind, start + min(config.timeout_s, request.timeout_s))
+        kind = shared_kind(config.host, request.host, config.backend)
+        otherwise = without_ipc(config.host, request.host, config.backend) if kind == "ipc" else ""
+        deadline = start + min(config.timeout_s, request.timeout_s)
+        return Job(claim, slices, count, units, size, kind, otherwise, deadline)
 
     def _contacts(self, shape: Shape) -> dict[int, dict[int, list[Slice]]]:
         """A puller's shape stays what it is, so the last answer is kept."""
@@ -154,12 +163,17 @@ class Sender:
     def _transfer(self, job: Job) -> bool:
         """True once the puller has confirmed, False if it has cancelled. Raises `TransferError`."""
         kind = job.channel if job.messages > 0 and self._channel is None else ""
-        self._control.send(Accepted(job.messages, job.units, job.bytes, kind).to_wire(), job.deadline)
+        otherwise = job.otherwise if kind else ""
+        accepted = Accepted(job.messages, job.units, job.bytes, kind, otherwise)
+        self._control.send(accepted.to_wire(), job.deadline)
         if kind:
             packer, units = self._config.packer, self._config.units
             size = units * packer.unit * packer.dtype.itemsize
-            self._channel = open_channel(kind, SOURCE, packer.device, self._control, size, job.deadline)
+            place = (kind, SOURCE, packer.device, self._control, size, job.deadline, otherwise)
+            self._channel, kind = open_channel(*place)
             self._copies = Copies(packer, self._channel, units, kind)
+            self.device_bytes = self._channel.device_bytes + self._copies.device_bytes
+            logger.info("pair over %s, %.1f MB of GPU memory", kind, self.device_bytes / 1e6)
         if self._channel is not None and self._copies is not None and job.messages:
             try:
                 if not self._send(job, self._channel, self._copies):
@@ -170,7 +184,8 @@ class Sender:
         return self._ended(self._control.recv(job.deadline))
 
     def _send(self, job: Job, channel: Channel, copies: Copies) -> bool:
-        blocks = torch.tensor(job.claim.blocks, dtype=torch.int64, device=self._config.packer.device)
+        with copies.current():
+            blocks = upload(np.array(job.claim.blocks, dtype=np.int64), self._config.packer.device)
         # messages that the puller is ready for; so neither end waits inside a group for a peer that is busy
         allowed = channel.lanes
         for index, message in enumerate(messages(job.slices, len(blocks), job.units)):
@@ -182,11 +197,12 @@ class Sender:
                 if reply.get("op") != "ready":
                     raise bad_message(f"op={reply.get('op')!r}: allowed are 'ready' and 'cancel'")
                 allowed += 1
-            channel.wait(lane, job.deadline)  # its buffer is free again
             with copies.current():
+                channel.wait(lane, job.deadline)  # its buffer is free again
                 channel.send(lane, copies.pack(lane, message, blocks, job.deadline))
-        for lane in range(channel.lanes):
-            channel.wait(lane, job.deadline)
+        with copies.current():
+            for lane in range(channel.lanes):
+                channel.wait(lane, job.deadline)
         return True
 
     def _ended(self, reply: Message) -> bool:

@@ -19,6 +19,7 @@ from distserve.transfer.sender import Sender, SenderConfig
 
 MOST_PAIRS = 1024
 STAGING_BYTES = 4 << 20  # of one buffer; two per pair
+GPU_STAGING_BYTES = 32 << 20  # a launch and a notice per message are to be small beside its copy
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class SourceStats:
     bytes: int = 0
     seconds: float = 0.0
     pairs: int = 0  # open now
+    device_bytes: int = 0  # GPU memory of these pairs: staging, mapped memory, communicators
 
 
 class KVSource:
@@ -40,8 +42,8 @@ class KVSource:
     `cache`: the rank's pages; `shape`, `rank`: of this instance; `layout`: how its KV lies; `epoch`: of this
     engine start. `host` other than loopback needs a `secret`; `advertise` is the name that handles carry
     (default `host`). `backend`: "gloo" or "nccl"; where both ends have `shared_memory`, two processes of
-    one host and device (see `memory.host_id`) use that instead. `staging_bytes` bounds one of a pair's two
-    buffers, `timeout_s` one transfer.
+    one host use that instead, on GPUs by CUDA IPC (see `memory.shared_kind`). `staging_bytes` bounds one of
+    a pair's two buffers, `timeout_s` one transfer.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class KVSource:
         secret: bytes | None = None,
         backend: str = "gloo",
         shared_memory: bool = True,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int | None = None,
         timeout_s: float = 10.0,
     ) -> None:
         require_secret("host", host, secret)
@@ -87,7 +89,8 @@ class KVSource:
 
     def stats(self) -> SourceStats:
         with self._lock:
-            return replace(self._stats, pairs=len(self._senders))
+            taken = sum(sender.device_bytes for sender in self._senders)
+            return replace(self._stats, pairs=len(self._senders), device_bytes=taken)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the listener and all pairs; running transfers fail. Waits `timeout_s` for the threads."""
@@ -146,10 +149,12 @@ def first_layer_and_head(layout: Layout, shape: Shape, rank: int) -> tuple[int, 
     )
 
 
-def staging_units(packer: Packer, layout: Layout, staging_bytes: int) -> int:
-    """Units (see `chunks`) in a staging buffer of `staging_bytes`, but always room for one block of all
-    heads.
+def staging_units(packer: Packer, layout: Layout, staging_bytes: int | None) -> int:
+    """Units (see `chunks`) in a staging buffer of `staging_bytes` (None: the device's default), but always
+    room for one block of all heads.
     """
+    if staging_bytes is None:
+        staging_bytes = GPU_STAGING_BYTES if packer.device.type == "cuda" else STAGING_BYTES
     return max(staging_bytes // (packer.unit * packer.dtype.itemsize), layout.kv_heads)
 
 

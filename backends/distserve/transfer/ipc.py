@@ -1,0 +1,176 @@
+"""The data path between two GPU processes of one host: device memory of the source, mapped by the puller.
+
+The source packs into it and the puller unpacks straight from it, so between instances on one GPU the KV is
+copied twice on the device and never leaves it; between two GPUs it crosses their link once. Nobody waits for
+a copy: that a lane is filled, or empty again, is a CUDA event that both processes hold, and the other side's
+stream waits for it. Nothing here touches CUDA at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distserve.transfer.control import Control, Message
+from distserve.transfer.errors import bad_message
+
+LANES = 2
+TOKEN_BYTES = 16
+NOTICE_S = 5.0  # as in `memory`
+ALIGNMENT = 512
+
+
+class IpcChannel:
+    """A `Channel` in device memory that both ends reach; see `memory.MemoryChannel` for when a lane is used.
+
+    `filled` and `drained`: one event per lane, recorded by the source and by the puller. `send`, `recv` and
+    `wait` are to be called with the stream of the copies as the current one.
+    """
+
+    lanes = LANES
+
+    def __init__(
+        self, control: Control, lanes: list[Tensor], filled: list[Any], drained: list[Any], is_source: bool
+    ) -> None:
+        self.memory: list[Tensor] | None = lanes
+        self.device_bytes = sum(lane.numel() for lane in lanes) if is_source else 0
+        self._control = control
+        self._filled, self._drained = filled, drained
+        self._is_source = is_source
+        self._busy = [False] * LANES
+
+    def send(self, lane: int, message: Tensor) -> None:
+        """The copy that fills the lane has been issued, on the current stream."""
+        del message  # lies in `memory`, or will
+        self._filled[lane].record()
+        self._busy[lane] = True
+        self._control.send({"op": "sent", "lane": lane}, time.monotonic() + NOTICE_S)
+
+    def recv(self, lane: int, message: Tensor) -> None:
+        """What was read from the lane has been read once the current stream comes here."""
+        del message
+        self._drained[lane].record()
+        self._busy[lane] = True
+
+    def wait(self, lane: int, deadline: float) -> None:
+        """Makes the current stream wait for the other side's copy; the host waits for its notice only."""
+        if not self._busy[lane]:
+            return
+        self._busy[lane] = False
+        if self._is_source:
+            self._drained[lane].wait()
+            return
+        notice = self._control.recv(deadline)
+        if notice.get("op") != "sent" or notice.get("lane") != lane:
+            raise bad_message(
+                f"op={notice.get('op')!r} lane={notice.get('lane')!r}: expected is 'sent' lane {lane}"
+            )
+        self._filled[lane].wait()
+
+    def close(self) -> None:
+        self.memory = None  # unmapped with the last tensor; the source's memory goes when both have let go
+
+
+def offer(control: Control, device: torch.device, lane_bytes: int, deadline: float) -> IpcChannel | None:
+    """The source's end: makes memory and events. None if the puller cannot use them."""
+    cuda: Any = torch.cuda  # untyped in torch
+    size = -(-lane_bytes // ALIGNMENT) * ALIGNMENT
+    token = secrets.token_bytes(TOKEN_BYTES)
+    message: Message = {"op": "ipc", "pid": os.getpid(), "bytes": size, "token": token, "lanes": []}
+    lanes: list[Tensor] = []
+    filled: list[Any] = []
+    with cuda.device(device), contextlib.suppress(RuntimeError):
+        uuid = str(cuda.get_device_properties(device).uuid)
+        for _ in range(LANES):
+            lane = torch.zeros(size, dtype=torch.uint8, device=device)
+            lane[:TOKEN_BYTES] = torch.tensor(list(token), dtype=torch.uint8, device=device)
+            event = cuda.Event(interprocess=True)
+            event.record()
+            lanes.append(lane)
+            filled.append(event)
+        cuda.current_stream(device).synchronize()  # the token is there before it is looked for
+        storages: list[Any] = [lane.untyped_storage() for lane in lanes]
+        message["lanes"] = [
+            {"memory": list(storage._share_cuda_()[1:]), "event": event.ipc_handle()}
+            for storage, event in zip(storages, filled, strict=True)
+        ]
+        message["uuid"] = uuid
+    control.send(message, deadline)
+    answer = control.recv(deadline)
+    handles = answer.get("events")
+    drained: list[Any] = []
+    if answer.get("ok") is True and isinstance(handles, list) and len(handles) == LANES:
+        with contextlib.suppress(RuntimeError, TypeError):
+            drained = [cuda.Event.from_ipc_handle(device, handle) for handle in handles]
+    control.send({"ok": len(drained) == LANES}, deadline)
+    return IpcChannel(control, lanes, filled, drained, is_source=True) if len(drained) == LANES else None
+
+
+def attach(control: Control, device: torch.device, lane_bytes: int, deadline: float) -> IpcChannel | None:
+    """The puller's end: maps memory and events. None if that cannot be done."""
+    message = control.recv(deadline)
+    opened = _open(message, device, lane_bytes)
+    if opened is None:
+        control.send({"ok": False}, deadline)
+        control.recv(deadline)
+        return None
+    lanes, filled, drained = opened
+    control.send({"ok": True, "events": [event.ipc_handle() for event in drained]}, deadline)
+    if control.recv(deadline).get("ok") is not True:
+        return None
+    return IpcChannel(control, lanes, filled, drained, is_source=False)
+
+
+def _open(
+    message: Message, device: torch.device, lane_bytes: int
+) -> tuple[list[Tensor], list[Any], list[Any]] | None:
+    """Lanes, the source's events and own ones; None if the GPU or its memory cannot be reached."""
+    pid, size, token, shared = (message.get(name) for name in ("pid", "bytes", "token", "lanes"))
+    if type(pid) is not int or type(size) is not int or not isinstance(token, bytes):
+        raise bad_message("ipc: pid, bytes and token are needed")
+    if not isinstance(shared, list) or len(shared) != LANES or size < lane_bytes:
+        return None
+    if pid == os.getpid():
+        return None  # CUDA opens no handle in the process that made it
+    cuda: Any = torch.cuda
+    theirs = reachable(str(message.get("uuid")), device)
+    if theirs is None:
+        return None
+    try:
+        lanes = []
+        for entry in shared:
+            storage = torch.UntypedStorage._new_shared_cuda(theirs.index, *entry["memory"])
+            lane = torch.empty(0, dtype=torch.uint8, device=theirs)
+            lanes.append(lane.set_(storage, 0, (size,), (1,)))
+        filled = [cuda.Event.from_ipc_handle(theirs, entry["event"]) for entry in shared]
+        if not all(hmac.compare_digest(bytes(lane[:TOKEN_BYTES].tolist()), token) for lane in lanes):
+            return None
+        drained = []
+        with cuda.device(device):
+            for _ in range(LANES):
+                event = cuda.Event(interprocess=True)
+                event.record()
+                drained.append(event)
+    except (RuntimeError, TypeError, KeyError):
+        return None
+    return lanes, filled, drained
+
+
+def reachable(uuid: str, device: torch.device) -> torch.device | None:
+    """The GPU of that id as this process numbers it, if `device` can copy from it."""
+    cuda: Any = torch.cuda
+    for index in range(cuda.device_count()):
+        if str(cuda.get_device_properties(index).uuid) != uuid:
+            continue
+        same = index == device.index
+        return (
+            torch.device("cuda", index) if same or cuda.can_device_access_peer(device.index, index) else None
+        )
+    return None
