@@ -4,111 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from serving import BLOCK_SIZE, BLOCKS, HEARTBEAT_S, Deployment, deployed, greedy_mismatches
+from serving import Deployment, deployed
+from under_load import DECODE_HEAVY, PREFILL_HEAVY, assert_no_loss, loaded, placement_file, roles, wait_for
 
+from distserve_planner.folder_lock import exclusive
 from distserve_planner.placement_file import read_placement
 from distserve_planner.render import render
-from distserve_tools.apply.lock import exclusive
 from distserve_tools.cli import main
 from distserve_tools.client import RequestError
 from distserve_tools.supervise import Supervisor, stubs_by_model
-from model_zoo import Zoo, prompt
-
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
-PREFILL_HEAVY = (120, 6)  # tokens in, tokens out
-DECODE_HEAVY = (16, 60)
-PROMPTS = 3  # distinct ones of each mix: every distinct answer is checked against transformers
-
-
-@dataclass
-class Load:
-    """Requests from a few clients in closed loop; `mix` may be changed on the way."""
-
-    mix: tuple[int, int] = PREFILL_HEAVY
-    answers: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def loaded(deployment: Deployment, clients: int = 4) -> Iterator[Load]:
-    load, stop = Load(), threading.Event()
-
-    def client(seed: int) -> None:
-        while not stop.is_set():
-            seed += clients
-            length, output = load.mix
-            ids = prompt(length, seed=seed % PROMPTS)
-            try:
-                answer = deployment.client.complete(ids, timeout_s=60, max_tokens=output, **GREEDY)
-                load.answers.append((tuple(ids), answer.token_ids))
-            except Exception as error:  # every kind of loss counts
-                load.errors.append(repr(error))
-
-    threads = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield load
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(90)
-
-
-def wait_for(load: Load, more: int, timeout_s: float = 60.0) -> None:
-    enough, deadline = len(load.answers) + more, time.monotonic() + timeout_s
-    while len(load.answers) < enough and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(load.answers) >= enough, load.errors[:3]
-
-
-def assert_no_loss(deployment: Deployment, load: Load) -> None:
-    """No request failed, and all answers to one prompt are the same, greedy one."""
-    assert load.errors == []
-    distinct = set(load.answers)
-    assert len(distinct) == len({ids for ids, _ in distinct})
-    for ids, tokens in distinct:
-        assert greedy_mismatches(deployment.model, ids, tokens) == []
-
-
-def placement_file(
-    path: Path, deployment: Deployment, instances: Sequence[Mapping[str, Any]], **top: Any
-) -> Path:
-    cores = sorted(os.sched_getaffinity(0))
-    listed = [
-        {
-            "devices": [f"cpu:{cores[i % len(cores)]}"],
-            "num_blocks": BLOCKS,
-            "heartbeat_s": HEARTBEAT_S,
-            **instance,
-        }
-        for i, instance in enumerate(instances)
-    ]
-    values = {
-        "schema": "placement/1",
-        "model": str(deployment.model.folder),
-        "block_size": BLOCK_SIZE,
-        "oversubscribe": True,
-        "orchestrator": {"heartbeat_s": HEARTBEAT_S},
-        "instances": listed,
-        **top,
-    }
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-def roles(deployment: Deployment) -> dict[str, str]:
-    return {e["instance"]: e["role"] for e in deployment.status()["instances"] if e["usable"]}
+from model_zoo import Zoo
 
 
 def still_down(deployment: Deployment, wanted: Mapping[str, str]) -> bool:
@@ -196,7 +106,7 @@ def test_a_placement_that_does_not_load_is_rolled_back(
         assert not saved.exists()
         assert "everything is as it was before" in capsys.readouterr().err
 
-        with exclusive(repository):  # another watcher is at it
+        with exclusive(repository, "changed"):  # another watcher is at it
             assert apply(running, repository, wanted) == 1
         assert "is being changed by process" in capsys.readouterr().err
         # what needs a restart is refused before anything is touched
@@ -204,3 +114,35 @@ def test_a_placement_that_does_not_load_is_rolled_back(
         assert apply(running, repository, other) == 2
         assert "block_size=32" in capsys.readouterr().err
         assert roles(running) == served
+
+
+CHANGES = {
+    "one decode instance more": ({"role": "prefill"}, {"role": "decode"}, {"role": "decode"}),
+    "one less, and a prefill instance on two devices": ({"role": "prefill", "tp": 2}, {"role": "decode"}),
+    "decode in two stages, prefill on one device": ({"role": "prefill"}, {"role": "decode", "pp": 2}),
+    "colocated": (
+        {"role": "unified", "policy": "chunked_prefill", "chunk_tokens": 32},
+        {"role": "unified", "policy": "chunked_prefill", "chunk_tokens": 32},
+    ),
+    "another policy": ({"role": "unified", "policy": "prefill_first"},),
+    "disaggregated again, both phases on two devices": (
+        {"role": "prefill", "pp": 2},
+        {"role": "decode", "tp": 2},
+    ),
+}
+
+
+@pytest.mark.slow
+def test_counts_shapes_and_colocation_change_under_load(zoo: Zoo, tmp_path: Path) -> None:
+    """One change after the other on one server, under one load; each answer must be the greedy one."""
+    repository, saved = tmp_path / "repository", tmp_path / "saved.yaml"
+    with deployed(tmp_path, zoo("llama"), ({"role": "prefill"}, {"role": "decode"})) as running:
+        with loaded(running, clients=3) as load:
+            for number, (what, instances) in enumerate(CHANGES.items()):
+                load.mix = PREFILL_HEAVY if number % 2 else DECODE_HEAVY
+                wanted = placement_file(tmp_path / f"{number}.yaml", running, instances)
+                assert apply(running, repository, wanted, "--save", str(saved)) == 0, what
+                wait_for(load, 6)
+                assert sorted(roles(running).values()) == sorted(str(i["role"]) for i in instances), what
+                assert files(repository) == render(read_placement(saved).placement), what
+        assert_no_loss(running, load)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from distserve_planner.cli import main
+from distserve_planner.folder_lock import exclusive
 from distserve_planner.placement_file import read_placement
 
 CASE = [
@@ -28,6 +29,9 @@ instances:
 """
 
 
+BEGIN_S = 1_700_000_000.0  # a server's log has Unix time
+
+
 def write_log(path: Path) -> None:
     """Long prompts, then from 1200 s on long answers, at 5 requests/s."""
     rng = np.random.default_rng(0)
@@ -37,7 +41,7 @@ def write_log(path: Path) -> None:
         lines.append(
             json.dumps(
                 {
-                    "arrived_at_s": float(arrived),
+                    "arrived_at_s": BEGIN_S + float(arrived),
                     "input_tokens": int(rng.integers(900, 1500) if before else rng.integers(60, 200)),
                     "output_tokens": int(rng.integers(5, 20) if before else rng.integers(400, 600)),
                     "outcome": "finished",
@@ -66,9 +70,9 @@ def test_a_turned_mix_turns_roles(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["watch", *CASE, *words]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(item["schema"] == "advice/1" for item in found)
-    assert all(item["at_s"] > 1200 for item in found)  # nothing before the mix turned
+    assert all(item["at_s"] > BEGIN_S + 1200 for item in found)  # nothing before the mix turned
     (change,) = [item for item in found if item["action"] == "change"]
-    assert change["at_s"] <= 1320  # two windows
+    assert change["at_s"] <= BEGIN_S + 1321  # two windows
     assert {e["test"] for e in change["evidence"]} >= {"input length", "output length"}
     assert change["present"]["expected_attainment"] < 0.9 <= change["wanted"]["expected_attainment"]
     called = json.loads((tmp_path / "called").read_text())
@@ -79,6 +83,38 @@ def test_a_turned_mix_turns_roles(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = advice.with_suffix(".html").read_text()
     assert "placement" in page
     assert "http" not in page.replace("http://www.w3.org", "")  # nothing to load
+
+
+def test_a_change_that_could_not_be_applied_is_tried_again(tmp_path: Path) -> None:
+    log, placement, calls = tmp_path / "log.jsonl", tmp_path / "placement.yaml", tmp_path / "calls"
+    write_log(log)
+    placement.write_text(PLACEMENT)
+    applier = tmp_path / "applier.py"  # refuses once, as where another change is under way
+    applier.write_text(
+        "import pathlib, shutil, sys\n"
+        f"calls = pathlib.Path({str(calls)!r})\n"
+        "first = not calls.exists()\n"
+        "calls.open('a').write('called\\n')\n"
+        "first and sys.exit(1)\n"
+        "shutil.copy(sys.argv[1], sys.argv[sys.argv.index('--save') + 1])\n"
+    )
+    words = ["--log", str(log), "--placement", str(placement), "--fixed-devices", "--until-end"]
+    words += ["--settle-s", "60", "--apply", "--grpc", "127.0.0.1:1", "--model-repository", str(tmp_path)]
+    assert main(["watch", *CASE, *words, "--applier", f"{sys.executable} {applier}"]) == 0
+    assert calls.read_text() == "called\n" * 2
+    roles = [i.role for i in read_placement(placement).placement.instances]
+    assert roles.count("decode") > 1
+
+
+def test_one_watch_applies_to_a_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "placement.yaml").write_text(PLACEMENT)
+    words = ["--log", str(tmp_path / "log"), "--placement", str(tmp_path / "placement.yaml"), "--until-end"]
+    apply = ["--apply", "--grpc", "127.0.0.1:1", "--model-repository", str(tmp_path)]
+    with exclusive(tmp_path, "watched"):
+        assert main(["watch", *CASE, *words, *apply]) == 2
+        assert "is being watched by process" in capsys.readouterr().err
+        assert main(["watch", *CASE, *words]) == 0  # one that only advises may look on
+    assert main(["watch", *CASE, *words, *apply]) == 0
 
 
 def test_rates_are_replayed_for_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

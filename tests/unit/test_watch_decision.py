@@ -121,3 +121,22 @@ def test_other_shapes_and_unified_get_devices_that_are_free() -> None:
     }
     with pytest.raises(ConfigError, match="needs 1 devices, 0 are free"):
         placement_for(problem(), present, high(1, 4))
+
+
+def test_instances_that_share_devices_hand_them_on() -> None:
+    """Two cores, three instances: the core of the one that goes is free although another one uses it, too."""
+    present = parse_placement(
+        """
+schema: placement/1
+model: some/folder
+oversubscribe: true
+instances:
+  - {role: prefill, devices: [cpu:1], num_blocks: 900}
+  - {role: prefill, devices: [cpu:0], num_blocks: 900}
+  - {role: decode, devices: [cpu:0], num_blocks: 900}
+"""
+    ).placement
+    found = placement_for(problem(), present, high(1, 2))
+    assert [(i.role, i.devices) for i in found.instances] == [
+        ("prefill", ("cpu:1",)), ("decode", ("cpu:0",)), ("decode", ("cpu:0",)),
+    ]  # fmt: skip

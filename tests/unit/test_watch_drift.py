@@ -34,7 +34,7 @@ def requests(
         1 + np.exp(lengths[0] + one).astype(np.int64),
         1 + np.exp(lengths[1] + other).astype(np.int64),
         rng.exponential(queue_s, len(arrival)),
-        np.ones(len(arrival), bool),
+        np.ones(len(arrival)),
     )
 
 

@@ -20,6 +20,11 @@ COMMANDS = (
         "distserve_tools.testbed.bench_orchestrator",
         "what the orchestrator costs, against instances that only replay tokens",
     ),
+    Command(
+        "bench watch",
+        "distserve_tools.turnover.command",
+        "a load that turns, on a running server with and without `planner watch`",
+    ),
     Command("testbed", "distserve_tools.testbed.command", "disaggregated against colocated on two cores"),
     Command("apply", "distserve_tools.apply.command", "make a running server be another placement"),
     Command("status", "distserve_tools.status", "live table of the instances of a running server"),

@@ -6,21 +6,23 @@ Or, with --rates, replays a table of rates and compares the watch with a static 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from distserve.core.parsing import ConfigError
+from distserve_planner.folder_lock import LockedError, exclusive
 from distserve_planner.placement_file import read_placement
 from distserve_planner.planning_options import add_planning_arguments, families_of, planning_problem
-from distserve_planner.report.arguments import placed_deployment
 from distserve_planner.report.document import plain
 from distserve_planner.search.problem import Problem
 from distserve_planner.watch import advice as advices
@@ -28,9 +30,9 @@ from distserve_planner.watch.carry_out import placement_for
 from distserve_planner.watch.compare import compare
 from distserve_planner.watch.decision import SwitchRule
 from distserve_planner.watch.drift import DriftRule
-from distserve_planner.watch.history import LogTail
+from distserve_planner.watch.follow import Follow
 from distserve_planner.watch.replay import Result, SteadyStates, finer, mixes_by_hour, read_rates
-from distserve_planner.watch.watcher import Advice, Watcher
+from distserve_planner.watch.watcher import Advice
 from distserve_planner.workload.named import named_workload
 
 EXAMPLES = """\
@@ -41,8 +43,8 @@ examples:
   planner watch ... --log old.jsonl --until-end                                   over a log that is complete
   planner watch ... --rates rates.csv --mixes longbench,sharegpt --peak-rate 24   compares policies
 """
-_PAUSE_S = 1.0
 _APPLY_S = 3600.0
+_NOT_ROLLED_BACK = 3  # exit code of the applier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     act.add_argument("--grpc", metavar="HOST:PORT", help="of the running server")
     act.add_argument("--model-repository", type=Path, metavar="FOLDER", help="that it runs from")
     act.add_argument(
+        "--secret-file", type=Path, metavar="FILE", help="of a server on another machine, for the applier"
+    )
+    act.add_argument(
         "--applier",
         metavar="COMMAND",
         help="program that applies a placement file (default: distserve apply)",
@@ -101,77 +106,64 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--log and --placement: give both, or --rates for a replay")
     if args.apply and (args.grpc is None or args.model_repository is None):
         raise ConfigError("--apply: needs --grpc and --model-repository of the running server")
-    present = placed_deployment(read_placement(args.placement).placement, str(args.placement))
-    watcher = Watcher(problem, present, drift, switch, elastic=not args.fixed_devices)
-    return _Watch(args, problem, watcher, drift).run()
-
-
-@dataclass
-class _Watch:
-    """The loop of the command: windows end by the clock of the log."""
-
-    args: argparse.Namespace
-    problem: Problem
-    watcher: Watcher
-    drift: DriftRule
-
-    def run(self) -> int:
-        """Ends at the end of the log if that was asked for, else when it is interrupted."""
-        args = self.args
-        tail = LogTail(args.log, self.problem.slo)
-        settle_s = self.drift.window_s / 2  # requests of a window end after it
-        now_s = self.drift.window_s
-        while True:
-            new = tail.read()
-            self.watcher.observe(new)
-            while now_s + settle_s <= tail.end_s:
-                self._see_placement(now_s)
-                advice = self.watcher.look(now_s)
-                if advice is not None:
-                    self._act(advice, now_s)
-                now_s += self.drift.window_s
-            if args.until_end and not len(new):
-                return 0
-            if not len(new):
-                time.sleep(_PAUSE_S)
-
-    def _see_placement(self, now_s: float) -> None:
-        """The file says what serves; it changes when advice is carried out, by this watch or by a person."""
-        path = self.args.placement
-        present = placed_deployment(read_placement(path).placement, str(path))
-        if present != self.watcher.present:
-            self.watcher.changed(present, now_s)
-
-    def _act(self, advice: Advice, now_s: float) -> None:
-        args, slo = self.args, self.problem.slo
-        document = advices.document(advice, slo)
-        sys.stdout.write((json.dumps(document) if args.json else advices.summary(advice)) + "\n")
-        sys.stdout.flush()
-        if args.advice is not None:
-            args.advice.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-            title = f"Advice for {args.placement.name} at {now_s:.0f} s"
-            args.advice.with_suffix(".html").write_text(advices.page(advice, slo, title))
-        if advice.change and args.apply:
-            self._apply(advice)
-
-    def _apply(self, advice: Advice) -> None:
-        """The applier writes the placement file once the change is in force; if it failed, and all is as
-        before, the watch goes on with what there is."""
-        args = self.args
-        placement = placement_for(self.problem, read_placement(args.placement).placement, advice.wanted)
-        wanted = args.placement.with_name(args.placement.name + ".next")
-        wanted.write_text(placement.dump())
-        applier = (
-            shlex.split(args.applier) if args.applier else [sys.executable, "-m", "distserve_tools", "apply"]
+    nodes = read_placement(args.placement).placement.nodes
+    if args.apply and len(nodes) > 1:
+        raise ConfigError(
+            f"--apply: {args.placement} has {len(nodes)} nodes; there the watch advises, and `distserve "
+            "apply` carries out the placement that you write"
         )
+    follow = Follow(args.log, args.placement, problem, drift, switch, elastic=not args.fixed_devices)
+    with _alone(args):
+        (follow.to_the_end if args.until_end else follow.for_ever)(lambda advice: _act(args, problem, advice))
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(args: argparse.Namespace) -> Iterator[None]:
+    """One watch changes a server. Another one that only advises may look on."""
+    if not args.apply:
+        yield
+        return
+    try:
+        with exclusive(args.model_repository, "watched"):
+            yield
+    except LockedError as error:
+        raise ConfigError(f"--model-repository {error}; one watch may apply what it advises") from None
+
+
+def _act(args: argparse.Namespace, problem: Problem, advice: Advice) -> bool:
+    document = advices.document(advice, problem.slo)
+    sys.stdout.write((json.dumps(document) if args.json else advices.summary(advice)) + "\n")
+    sys.stdout.flush()
+    if args.advice is not None:
+        args.advice.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        title = f"Advice for {args.placement.name} at {advices.moment(advice.at_s)}"
+        args.advice.with_suffix(".html").write_text(advices.page(advice, problem.slo, title))
+    return _apply(args, problem, advice) if advice.change and args.apply else True
+
+
+def _apply(args: argparse.Namespace, problem: Problem, advice: Advice) -> bool:
+    """The applier writes the placement file once the change is in force. False: all is as before."""
+    applier = (
+        shlex.split(args.applier) if args.applier else [sys.executable, "-m", "distserve_tools", "apply"]
+    )
+    with tempfile.TemporaryDirectory(prefix="distserve-watch-") as folder:
+        wanted = Path(folder) / args.placement.name
+        try:
+            present = read_placement(args.placement).placement
+            wanted.write_text(placement_for(problem, present, advice.wanted).dump())
+        except ConfigError as error:
+            sys.stderr.write(f"planner watch: not applied: {error}\n")
+            return False
         words = [str(wanted), "--grpc", args.grpc, "--model-repository", str(args.model_repository)]
+        words += ["--secret-file", str(args.secret_file)] if args.secret_file is not None else []
         try:
             done = subprocess.run([*applier, *words, "--save", str(args.placement)], timeout=_APPLY_S)
         except OSError as error:
             raise ConfigError(f"--applier {applier[0]}: {error.strerror}") from None
-        wanted.unlink(missing_ok=True)
-        if done.returncode == 3:
-            raise ConfigError(f"{args.placement}: could not be applied nor rolled back; see above")
+    if done.returncode == _NOT_ROLLED_BACK:
+        raise ConfigError(f"{args.placement}: could not be applied nor rolled back; see above")
+    return done.returncode == 0
 
 
 def _replay(args: argparse.Namespace, problem: Problem, drift: DriftRule, switch: SwitchRule) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from html import escape
 from importlib import resources
 from typing import Any
@@ -15,6 +16,7 @@ from distserve_planner.watch.history import Profile
 from distserve_planner.watch.watcher import Advice
 
 SCHEMA = "advice/1"
+_UNIX_TIMES_S = 1e9
 
 
 def document(advice: Advice, slo: Slo) -> dict[str, Any]:
@@ -51,7 +53,14 @@ def document(advice: Advice, slo: Slo) -> dict[str, Any]:
 def summary(advice: Advice) -> str:
     """One line."""
     what = f"change to {advice.wanted}" if advice.change else f"stay with {advice.present}"
-    return f"{advice.at_s:.0f} s: {what}: {advice.decision.reason}"
+    return f"{moment(advice.at_s)}: {what}: {advice.decision.reason}"
+
+
+def moment(at_s: float) -> str:
+    """Of the log's clock: a server's has Unix time, a replay's begins at 0."""
+    if at_s < _UNIX_TIMES_S:
+        return f"{at_s:.0f} s"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_s))
 
 
 def page(advice: Advice, slo: Slo, title: str) -> str:
@@ -101,7 +110,7 @@ def _workload(advice: Advice) -> Table:
         return (name, *(format(getattr(p, get), form) for p in (advice.before, advice.latest)))
 
     def span(p: Profile) -> str:
-        return f"{p.start_s:.0f} to {p.end_s:.0f} s"
+        return f"{moment(p.start_s)} to {moment(p.end_s)}"
 
     rows = [
         ("period", span(advice.before), span(advice.latest)),

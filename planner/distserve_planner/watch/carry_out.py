@@ -81,13 +81,14 @@ def _is(instance: InstancePlan, role: Role, shape: Shape, wanted: Deployment) ->
 
 
 def _free_devices(problem: Problem, present: Placement, stay: Sequence[InstancePlan]) -> list[str]:
-    known = [device for instance in present.instances for device in instance.devices]
-    kind = problem.cluster.device_kind
+    """Those of instances that go (a shared one as often as it becomes free), then those that nobody uses."""
+    kept = {instance.name for instance in stay}
+    freed = [device for i in present.instances if i.name not in kept for device in i.devices]
+    kind = parse_device(present.instances[0].devices[0]).kind
     listed = present.nodes[0].devices or tuple(f"{kind}:{i}" for i in range(problem.cluster.nodes[0].devices))
     used = [parse_device(d) for i in present.instances for d in i.devices]
     spare = [d for d in listed if not any(len(parse_device(d).overlap(u)) for u in used)]
-    kept = {device for instance in stay for device in instance.devices}
-    return [d for d in dict.fromkeys(known) if d not in kept] + spare
+    return [*freed, *spare]
 
 
 def _limits(

@@ -24,7 +24,8 @@ from distserve.core.parsing import ConfigError
 from distserve_planner.watch.history import Floats, History
 
 DAY_S = 86_400.0
-TESTS = ("input length", "output length", "output / input", "rate", "queueing delay")
+LENGTH_TESTS = ("input length", "output length", "output / input")
+TESTS = (*LENGTH_TESTS, "rate", "queueing delay")
 _MOST = 4000  # lengths in one test; more are thinned evenly
 _FEWEST = 20  # requests, below which lengths are not tested
 _FEWEST_BINS = 4
@@ -120,7 +121,7 @@ def _compare(before: _Side, after: _Side) -> list[tuple[str, float, float, float
             (old.output_tokens, new.output_tokens),
             (old.output_tokens / old.input_tokens, new.output_tokens / new.input_tokens),
         )
-        for test, (one, other) in zip(TESTS, columns, strict=False):
+        for test, (one, other) in zip(LENGTH_TESTS, columns, strict=True):
             out.append((test, ks_p(one, other), float(one.mean()), float(other.mean())))
     rates = (before.counts.sum() / before.seconds, after.counts.sum() / after.seconds)
     out.append((TESTS[3], rate_p(before.counts, after.counts), float(rates[0]), float(rates[1])))

@@ -227,7 +227,7 @@ def _requests(seen: Seen, start: float, rate: float, step_s: float, rng: np.rand
         seen.input_tokens[chosen],
         seen.output_tokens[chosen],
         seen.queue_s[chosen],
-        seen.met[chosen],
+        seen.met[chosen].astype(np.float64),
     )
 
 

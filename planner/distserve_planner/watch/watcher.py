@@ -19,14 +19,14 @@ from distserve_planner.watch.choose import (
     simulated,
 )
 from distserve_planner.watch.decision import Comparison, Decision, SwitchRule, decide, switch_cost
-from distserve_planner.watch.drift import DriftRule, Evidence, drift
+from distserve_planner.watch.drift import LENGTH_TESTS, DriftRule, Evidence, drift
 from distserve_planner.watch.history import History, Profile, profile
 from distserve_planner.workload.trace import Trace
 
 Plan = Callable[[Trace], Search]
 """From the latest requests to what is searched for them."""
 
-_FEWEST = 200  # requests to plan from; fewer only if there are not more
+_FEWEST = 200  # requests to plan from, if there are as many of one kind
 _TREND_WINDOWS = 5
 _TREND_Z = 2.0
 _FOLLOW_WINDOWS = 20  # after an alarm or a change the rate is followed for so long without an alarm
@@ -91,8 +91,7 @@ class Watcher:
         """To be called at the end of each window; None: nothing to say. After a change call `changed`."""
         rule = self._drift
         self._trim(now_s)
-        end_s = self._reference_s + rule.reference * rule.window_s
-        evidence = drift(self._history, (self._reference_s, end_s), now_s, rule)
+        evidence = drift(self._history, (self._reference_s, self._reference_end_s), now_s, rule)
         if evidence:
             self._follow_until_s = now_s + _FOLLOW_WINDOWS * rule.window_s
         elif not self._due(now_s):
@@ -102,6 +101,8 @@ class Watcher:
             return None
         advice = self._advise(tuple(evidence), now_s, latest_s)
         self._retry_s = None if advice.decision.retry_s is None else now_s + advice.decision.retry_s
+        if evidence and not advice.change:
+            self._retry_s = now_s + rule.window_s  # the mix may have turned within the latest window
         self._planned_rps = advice.rate_rps
         if evidence:
             self._reference_s = max(self._reference_s, now_s - min(e.latest_s for e in evidence))
@@ -116,8 +117,12 @@ class Watcher:
         self._changed_s = self._reference_s = now_s
         self._follow_until_s = now_s + _FOLLOW_WINDOWS * self._drift.window_s
 
+    def failed(self, now_s: float) -> None:
+        """What was advised could not be carried out; it is looked at again after the time to settle."""
+        self._retry_s = now_s + self._switch.settle_s
+
     def _due(self, now_s: float) -> bool:
-        """Without an alarm: a saving that had to wait, or a rate that goes on changing after one."""
+        """Without an alarm: something that had to wait, or a rate that goes on changing after one."""
         if self._retry_s is not None and now_s >= self._retry_s:
             return True
         if now_s > self._follow_until_s or self._planned_rps is None:
@@ -126,19 +131,27 @@ class Watcher:
         return abs(expected / self._planned_rps - 1) > self._switch.headroom_up / 2
 
     def _trim(self, now_s: float) -> None:
-        keep = max(self._drift.scales) + self._drift.reference
-        oldest = min(self._reference_s, now_s - keep * self._drift.window_s)
-        self._history = self._history.between(oldest, float("inf"))
+        """Keeps the reference period and what "latest" may mean."""
+        latest_s = now_s - max(*self._drift.scales, _TREND_WINDOWS) * self._drift.window_s
+        end_s = min(self._reference_end_s, latest_s)
+        reference = self._history.between(self._reference_s, end_s)
+        self._history = reference.followed_by(self._history.between(latest_s, float("inf")))
+
+    @property
+    def _reference_end_s(self) -> float:
+        return self._reference_s + self._drift.reference * self._drift.window_s
 
     def _latest_s(self, evidence: list[Evidence], now_s: float) -> float:
-        """The shortest period that drifted, but with enough requests to plan from."""
-        windows = min((e.latest_s for e in evidence), default=self._drift.window_s) / self._drift.window_s
-        while (
-            windows < max(self._drift.scales)
-            and len(self._history.between(now_s - windows * self._drift.window_s, now_s)) < _FEWEST
-        ):
+        """The shortest period that drifted; longer for enough requests to plan from, but not with such as are
+        of another kind: those before lengths drifted, or before the last change."""
+        window_s, drifted = self._drift.window_s, [e.latest_s for e in evidence if e.test in LENGTH_TESTS]
+        if drifted:
+            return min(drifted)
+        windows = round(min((e.latest_s for e in evidence), default=window_s) / window_s)
+        most = min(max(self._drift.scales), int((now_s - self._reference_s) / window_s))
+        while windows < most and len(self._history.between(now_s - windows * window_s, now_s)) < _FEWEST:
             windows += 1
-        return windows * self._drift.window_s
+        return windows * window_s
 
     def _expected_rps(self, now_s: float) -> float:
         """The rate until a change would be in force: never below the mean or the last window, above if it
@@ -153,6 +166,10 @@ class Watcher:
         ahead = (self._switch.load_s + window_s) / window_s + (_TREND_WINDOWS - 1) / 2
         forecast = float(rates.mean()) + slope * ahead if slope > _TREND_Z * error else 0.0
         return max(float(rates.mean()), float(rates[-1]), forecast, 1e-6)
+
+    def _before(self, latest_s: float) -> Profile:
+        end_s = min(self._reference_end_s, latest_s)
+        return profile(self._history, self._reference_s, max(self._reference_s + 1.0, end_s))
 
     def _fitted(self, recent: Trace) -> Search:
         problem = recent_problem(self.problem, recent)
@@ -191,7 +208,7 @@ class Watcher:
         return Advice(
             now_s,
             evidence,
-            profile(self._history, self._reference_s, max(self._reference_s + 1.0, now_s - latest_s)),
+            self._before(now_s - latest_s),
             profile(self._history, now_s - latest_s, now_s),
             rate,
             self.present,

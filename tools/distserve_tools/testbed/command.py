@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ from distserve_tools.demo_model import DEMO_MODEL, ensure_demo_model
 from distserve_tools.engine_peers.random_llama import random_llama
 from distserve_tools.serve import START_ERRORS, signals_interrupt
 from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
+from distserve_tools.testbed.company import measure_company
 from distserve_tools.testbed.comparison import pairs, repeat_noise
 from distserve_tools.testbed.plan import RANDOM_MODEL, TestbedPlan
+from distserve_tools.testbed.profiling import profile_on_a_core
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
 from distserve_tools.testbed.transfer_rates import rates_table, transfer_rates
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
 
-PROFILE_TIMEOUT_S = 3600.0
 SHORTEST_BATCH = 64  # tokens; a smaller Lm would make batches of prompts pointless
 
 EXAMPLES = """\
@@ -106,7 +107,10 @@ def _model(
         ensure_demo_model(say)
         model = name
     given = args.profile if name == DEMO_MODEL else None
-    profile = _profile(model, plan, args.output / f"profile-{_slug(name)}.yaml", given, say)
+    measured = args.output / f"profile-{_slug(name)}.yaml"
+    profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
+    say("measuring two cores at once")
+    company = measure_company(model, cores())
     campaigns = []
     for workload in plan.workloads:
         lm = _batch_tokens(profile)
@@ -114,7 +118,7 @@ def _model(
         top = args.top_rate or simulated_top
         say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
         with _all_systems(model, limits, with_vllm, say) as served:
-            campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say))
+            campaigns.append(run_campaign(plan, name, workload, profile, company, limits, top, served, say))
     return campaigns
 
 
@@ -129,21 +133,6 @@ def _all_systems(
             say(f"starting {VLLM}")
             served[VLLM] = stack.enter_context(vllm_serving(resolve_model(model), limits, folder, say))
         yield served
-
-
-def _profile(
-    model: str, plan: TestbedPlan, path: Path, given: Path | None, say: Callable[[str], None]
-) -> Profile:
-    """Measured in a process of its own, which binds itself to the core."""
-    if given is not None:
-        return Profile.load(given)
-    say(f"profiling {model}")
-    command = [sys.executable, "-m", "distserve_tools", "profile", "--model", model, "--out", str(path)]
-    command += ["--device", f"cpu:{cores()[0]}", *(["--quick"] if plan.quick_profile else [])]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PROFILE_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise ConfigError(f"profile of {model}: ended with code {done.returncode}")
-    return Profile.load(path)
 
 
 def _write(campaigns: list[Campaign], transfer: str, folder: Path, say: Callable[[str], None]) -> None:
@@ -167,6 +156,7 @@ def _to_dict(campaign: Campaign) -> dict[str, Any]:
     return {
         "model": campaign.model,
         "workload": {"name": campaign.workload.name, "scale": campaign.workload.scale},
+        "company": asdict(campaign.company),
         "slos": {k: {"ttft_s": v.ttft_s, "tpot_s": v.tpot_s} for k, v in campaign.slos.items()},
         "terms": {
             k: {

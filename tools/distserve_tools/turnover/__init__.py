@@ -1,0 +1,1 @@
+"""A load whose mix turns, on a running server with and without `planner watch`."""
