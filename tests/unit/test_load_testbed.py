@@ -20,12 +20,13 @@ from distserve_tools.load.record import Record
 from distserve_tools.testbed import systems
 from distserve_tools.testbed.campaign import (
     Campaign,
+    beside_engines,
     blocks_of,
     grid,
     keep_whole_rates,
-    per_token_cpu,
     sizing,
 )
+from distserve_tools.testbed.company import ALONE, Company
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import (
     ENGINE,
@@ -40,7 +41,7 @@ from distserve_tools.testbed.cpu_account import (
 )
 from distserve_tools.testbed.figures import draw
 from distserve_tools.testbed.plan import WORKLOADS
-from distserve_tools.testbed.prediction import ServerTerms, fit_terms, predict, system_spec
+from distserve_tools.testbed.prediction import Predictor, ServerTerms, fit_terms
 from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
 from distserve_tools.testbed.report import goodputs, report
 from distserve_tools.testbed.runs import Run
@@ -67,6 +68,10 @@ PREFILL_S, DECODE_S = 1e-3, 20e-3  # of a token, of a step
 def profile() -> Profile:
     degree = Degree(1, (PrefillPiece(2e-3, PREFILL_S),), (DecodePiece(DECODE_S, 1e-6, per_request_s=1e-3),))
     return Profile("a core", "m", MODEL, "fp32", (degree,), lm_tokens=256, transfer=Link(1e9, 1e-3))
+
+
+def predictor(system: str, company: Company = ALONE) -> Predictor:
+    return Predictor(system, profile(), LIMITS, blocks_of(profile(), LIMITS), company)
 
 
 def cpu(**parts: float) -> CpuSeconds:
@@ -100,8 +105,7 @@ def test_placements_can_be_parsed_and_are_on_two_cores(system: str, monkeypatch:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_lone_request_is_predicted_by_the_coefficients(system: str) -> None:
     trace = lone_requests(WORKLOADS[0], 1, 1.0, 2048)
-    spec = system_spec(system, profile(), LIMITS, blocks_of(profile(), LIMITS), ServerTerms())
-    seen = predict(spec, trace, ServerTerms(first_token_s=0.01))
+    seen = predictor(system).predict(trace, ServerTerms(first_token_s=0.01))
     prompt = int(trace.input_tokens[0])
     steps = -(-prompt // LIMITS.chunk_tokens) if system == CHUNKED else 1
     assert seen.ttft_s[0] == pytest.approx(steps * 2e-3 + PREFILL_S * prompt + 0.01, rel=1e-6)
@@ -111,29 +115,45 @@ def test_a_lone_request_is_predicted_by_the_coefficients(system: str) -> None:
 def test_terms_fitted_to_lone_requests_reproduce_them() -> None:
     trace = lone_requests(WORKLOADS[0], 3, 5.0, 2048)
     true = ServerTerms(first_token_s=0.008, iteration_s=0.003)
-    blocks = blocks_of(profile(), LIMITS)
-    plain = system_spec(PREFILL_FIRST, profile(), LIMITS, blocks, ServerTerms())
-    seen = predict(system_spec(PREFILL_FIRST, profile(), LIMITS, blocks, true), trace, true)
+    seen = predictor(PREFILL_FIRST).predict(trace, true)
     records = []
     for i in range(3):
         first = 5.0 * i + seen.ttft_s[i]
         count = int(trace.output_tokens[i])
         times = [float(first + k * seen.tpot_s[i]) for k in range(count)]
         records.append(Record(i, 5.0 * i, 8, 5.0 * i, times, [1] * count, times[-1]))
-    terms = fit_terms(plain, trace, records, per_token_s=0.0)
+    terms = fit_terms(predictor(PREFILL_FIRST), trace, records, [(10.0, 0.15), (30.0, 0.25)])
     assert terms.first_token_s == pytest.approx(true.first_token_s, abs=1e-6)
     assert terms.iteration_s == pytest.approx(true.iteration_s, abs=1e-6)
+    assert (terms.idle_cores, terms.per_token_s) == pytest.approx((0.1, 0.005))
 
 
-def test_work_beside_the_engines_slows_both_kinds_of_system() -> None:
-    trace = requests_at(WORKLOADS[0], 2.0, 60, 0, 2048)
-    blocks = blocks_of(profile(), LIMITS)
-    for system in SYSTEMS:
-        means = [
-            float(predict(system_spec(system, profile(), LIMITS, blocks, t), trace, t).tpot_s.mean())
-            for t in (ServerTerms(), ServerTerms(per_token_s=2e-3))
-        ]
-        assert means[1] > means[0]
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_work_beside_the_engines_takes_from_both_while_both_compute(system: str) -> None:
+    trace = requests_at(WORKLOADS[0], 5.0, 60, 0, 2048)
+    alone = predictor(system).predict(trace)
+    beside = predictor(system).predict(trace, ServerTerms(idle_cores=0.4))
+    others = predictor(system).predict(trace, None, others_cores=0.4)
+    assert beside.tpot_s.tolist() == others.tpot_s.tolist()
+    for name in ("ttft_s", "tpot_s"):
+        ratio = getattr(beside, name).sum() / getattr(alone, name).sum()
+        assert ratio > 1.02  # 0.4 cores of two, while the other computes: up to 1.25, and what that queues
+    # one request at a time: two unified instances never compute together, the work goes to the idle core
+    lone = lone_requests(WORKLOADS[0], 3, 60.0, 2048)
+    if system != DISAGGREGATED:
+        idle = predictor(system).predict(lone, ServerTerms(idle_cores=0.4))
+        assert idle.tpot_s.tolist() == pytest.approx(
+            predictor(system).predict(lone).tpot_s.tolist(), rel=0.03
+        )
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_company_slows_each_phase_by_its_factor(system: str) -> None:
+    trace = requests_at(WORKLOADS[0], 200.0, 80, 0, 2048)  # both engines compute nearly all the time
+    plain = predictor(system).predict(trace)
+    shared = predictor(system, Company(prefill=1.2, decode=1.2)).predict(trace)
+    for name in ("ttft_s", "tpot_s"):
+        assert 1.05 < getattr(shared, name).sum() / getattr(plain, name).sum() < 1.25
 
 
 def test_sizing_chooses_a_chunk_and_rates_around_the_limit() -> None:
@@ -168,9 +188,7 @@ def test_pairs_join_repeats_and_noise_is_their_deviation() -> None:
 
 def test_predictions_are_compared_request_by_request() -> None:
     run = run_of("a", 1.0, 0, 0)
-    run.predicted = predict(
-        system_spec(PREFILL_FIRST, profile(), LIMITS, 500, ServerTerms()), run.trace, ServerTerms()
-    )
+    run.predicted = predictor(PREFILL_FIRST).predict(run.trace)
     error = latency_error([run])
     assert error is not None
     expected = np.median(np.abs(run.predicted.ttft_s - 0.2) / 0.2)
@@ -230,16 +248,17 @@ def campaign() -> Campaign:
     runs = []
     for system in (DISAGGREGATED, "vllm"):
         runs += [run_of(system, 1.0, 0, 0), run_of(system, 2.0, 0, 4), run_of(system, 2.0, 1, 6)]
-    terms = {DISAGGREGATED: ServerTerms(0.01, 0.002, 4e-4)}
-    spec = system_spec(DISAGGREGATED, profile(), LIMITS, 500, terms[DISAGGREGATED])
+    terms = {DISAGGREGATED: ServerTerms(0.01, 0.002, 0.1, 4e-4)}
     for run in runs[:3]:
-        run.predicted = predict(spec, run.trace, terms[DISAGGREGATED])
+        run.predicted = predictor(DISAGGREGATED).predict(run.trace, terms[DISAGGREGATED])
         run.engines = {"decode_0": {"execute_s": 0.95, "loop_s": 0.05}}
         for record in run.records:
             record.stages = {"prefill": 0.2, "transfer": 0.001, "decode": 0.1}
     lone = {name: run_of(name, 0.1, 0, 0, 3) for name in (DISAGGREGATED, "vllm")}
     slos = {"easy": Slo(1.0, 0.1), "hard": Slo(0.1, 0.1)}
-    return Campaign("m", WORKLOADS[0], profile(), LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs=runs)
+    return Campaign(
+        "m", WORKLOADS[0], profile(), ALONE, LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs=runs
+    )
 
 
 def test_the_report_has_every_table() -> None:
@@ -294,13 +313,11 @@ def test_an_interrupted_campaign_keeps_whole_rates() -> None:
     assert {run.rate_rps for run in cut.runs} == {1.0, 2.0}
 
 
-def test_processor_time_without_load_is_not_charged_to_tokens() -> None:
+def test_processor_time_beside_engines_is_taken_of_lone_requests_and_repeats() -> None:
     busy = campaign()
-    spent = sum(run.cpu.beside_engines for run in busy.runs[1:3])
-    tokens = sum(run.tokens for run in busy.runs[1:3])
-    assert per_token_cpu(busy, DISAGGREGATED) == pytest.approx(spent / tokens)
-    busy.background_cores = 0.004
-    assert per_token_cpu(busy, DISAGGREGATED) == pytest.approx((spent - 0.004 * 20.0) / tokens)
+    points = beside_engines(busy, DISAGGREGATED)
+    assert len(points) == 3  # lone requests, and two repeats of the middle rate
+    assert points[0] == (busy.lone[DISAGGREGATED].tokens / 10.0, pytest.approx(0.01))
 
 
 def test_the_comparison_without_a_server_names_a_best_system() -> None:

@@ -74,7 +74,7 @@ class EngineSweep:
         slowest = _Limits(self._plan.step_limit_s)
         for length, prompts in points:
             if slowest.allows(prompts):
-                seconds = self._median(lambda length=length, n=prompts: self._prefill_step(length, n))  # type: ignore[misc]
+                seconds = self._median(lambda length=length, n=prompts: self.prefill_step(length, n))  # type: ignore[misc]
                 slowest.saw(prompts, seconds)
                 found.append(PrefillPoint(length * prompts, length * length * prompts, prompts, seconds))
             done()
@@ -84,7 +84,7 @@ class EngineSweep:
         """Median seconds of each (batch, context)."""
         found: list[DecodePoint] = []
         for batch, context in points:
-            seconds = self._median(lambda batch=batch, c=context: self._decode_step(batch, c))  # type: ignore[misc]
+            seconds = self._median(lambda batch=batch, c=context: self.decode_step(batch, c))  # type: ignore[misc]
             found.append(DecodePoint(batch, batch * context, seconds))
             done()
         return found
@@ -102,10 +102,12 @@ class EngineSweep:
                 break
         return statistics.median(times[1:])
 
-    def _prefill_step(self, length: int, prompts: int) -> tuple[StepInput, list[str]]:
+    def prefill_step(self, length: int, prompts: int) -> tuple[StepInput, list[str]]:
+        """New prompts, whole: the step, and the keys to leave by."""
         return self._step(prompts, length, 0)
 
-    def _decode_step(self, batch: int, context: int) -> tuple[StepInput, list[str]]:
+    def decode_step(self, batch: int, context: int) -> tuple[StepInput, list[str]]:
+        """The last token of each of `batch` sequences: the step, and the keys to leave by."""
         return self._step(batch, context, context - 1)
 
     def _step(self, sequences: int, length: int, start: int) -> tuple[StepInput, list[str]]:

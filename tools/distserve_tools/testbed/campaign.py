@@ -9,14 +9,9 @@ from dataclasses import dataclass, field
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
+from distserve_tools.testbed.company import Company
 from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
-from distserve_tools.testbed.prediction import (
-    ServerTerms,
-    capacity_rps,
-    fit_terms,
-    predict,
-    system_spec,
-)
+from distserve_tools.testbed.prediction import Predictor, ServerTerms, capacity_rps, fit_terms
 from distserve_tools.testbed.runs import Run, idle_time, run_once
 from distserve_tools.testbed.systems import CHUNKED, SYSTEMS, EngineLimits, Served
 from distserve_tools.testbed.traces import lone_requests, requests_at
@@ -37,6 +32,7 @@ class Campaign:
     model: str
     workload: ScaledWorkload
     profile: Profile
+    company: Company
     limits: EngineLimits
     lone: Mapping[str, Run]
     slos: Mapping[str, Slo]  # by the objective's label
@@ -65,8 +61,7 @@ def sizing(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> 
     blocks = blocks_of(profile, limits)
 
     def capacity(system: str, limits: EngineLimits, target: float) -> float:
-        spec = system_spec(system, profile, limits, blocks, ServerTerms())
-        return capacity_rps(spec, trace, slo, target)
+        return capacity_rps(Predictor(system, profile, limits, blocks), trace, slo, target)
 
     tried = {c: capacity(CHUNKED, _with_chunk(limits, c), slo.attainment) for c in CHUNKS}
     chosen = _with_chunk(limits, max(tried, key=lambda c: (tried[c], c)))
@@ -88,8 +83,7 @@ def _with_chunk(limits: EngineLimits, chunk: int) -> EngineLimits:
 def _expected_slo(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> Slo:
     """The first objective, from lone requests as simulated."""
     lone = lone_requests(workload, 2, 1e4, profile.model.max_context)
-    spec = system_spec(SYSTEMS[0], profile, limits, blocks_of(profile, limits), ServerTerms())
-    seen = predict(spec, lone, ServerTerms())
+    seen = Predictor(SYSTEMS[0], profile, limits, blocks_of(profile, limits)).predict(lone)
     return OBJECTIVES[0].slo(float(seen.ttft_s[0]), float(seen.tpot_s[0]))
 
 
@@ -104,6 +98,7 @@ def run_campaign(
     model: str,
     workload: ScaledWorkload,
     profile: Profile,
+    company: Company,
     limits: EngineLimits,
     top_rps: float,
     served: Mapping[str, Served],
@@ -126,7 +121,9 @@ def run_campaign(
     ttft, tpot = _lone_times(lone)
     slos = {objective.label: objective.slo(ttft, tpot) for objective in OBJECTIVES}
     rates = grid(top_rps, plan.rates)
-    campaign = Campaign(model, workload, profile, limits, lone, slos, {}, rates, rates[len(rates) // 2])
+    campaign = Campaign(
+        model, workload, profile, company, limits, lone, slos, {}, rates, rates[len(rates) // 2]
+    )
 
     campaign.background_cores = idle.beside_engines / idle.wall
 
@@ -161,42 +158,35 @@ def keep_whole_rates(campaign: Campaign) -> None:
 
 
 def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served]) -> None:
-    """Fits the server's terms to the lone requests and the processor time of the repeats, then simulates."""
-    terms = {}
-    for name in campaign.systems:
-        system = served[name]
-        if name not in SYSTEMS:
-            continue  # a peer: its engine is not profiled
-        spec = system_spec(name, campaign.profile, campaign.limits, system.blocks, ServerTerms())
-        per_token = per_token_cpu(campaign, name)
-        terms[name] = fit_terms(spec, lone, campaign.lone[name].records, per_token)
-    campaign.terms = terms
-    specs = {
-        name: system_spec(name, campaign.profile, campaign.limits, served[name].blocks, terms[name])
-        for name in terms
+    """Fits the server's terms to lone requests and the middle rate's repeats, then simulates every run."""
+    predictors = {
+        name: Predictor(name, campaign.profile, campaign.limits, served[name].blocks, campaign.company)
+        for name in campaign.systems
+        if name in SYSTEMS  # a peer's engine is not profiled
+    }
+    campaign.terms = {
+        name: fit_terms(predictor, lone, campaign.lone[name].records, beside_engines(campaign, name))
+        for name, predictor in predictors.items()
     }
     for run in campaign.runs:
-        if run.system in specs:
-            run.predicted = predict(specs[run.system], run.trace, terms[run.system])
+        if run.system in predictors:
+            others = max(0.0, run.cpu.others / run.cpu.wall)
+            run.predicted = predictors[run.system].predict(run.trace, campaign.terms[run.system], others)
 
 
-def per_token_cpu(campaign: Campaign, system: str) -> float:
-    """Processor seconds beside the engines for one more token, over the repeats of the middle rate.
-
-    What the servers take without any load is left out: lone requests, which the other terms are fitted to,
-    have had it, too.
-    """
+def beside_engines(campaign: Campaign, system: str) -> list[tuple[float, float]]:
+    """(tokens/s, cores beside the engines) of the lone requests and of each repeat of the middle rate."""
     runs = [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.repeated_rate]
-    tokens = sum(run.tokens for run in runs)
-    spent = sum(run.cpu.beside_engines - campaign.background_cores * run.cpu.wall for run in runs)
-    return max(0.0, spent) / tokens if tokens else 0.0
+    return [
+        (run.tokens / run.cpu.wall, run.cpu.beside_engines / run.cpu.wall)
+        for run in (campaign.lone[system], *runs)
+    ]
 
 
 def _lone_gap(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> float:
     """Time enough for one request to end before the next."""
     trace = lone_requests(workload, 2, 1e4, profile.model.max_context)
-    spec = system_spec(SYSTEMS[0], profile, limits, blocks_of(profile, limits), ServerTerms())
-    seen = predict(spec, trace, ServerTerms())
+    seen = Predictor(SYSTEMS[0], profile, limits, blocks_of(profile, limits)).predict(trace)
     return 1.3 * float(seen.ttft_s[0] + seen.tpot_s[0] * trace.output_tokens[0]) + 0.3
 
 

@@ -162,6 +162,7 @@ def _to_dict(campaign: Campaign) -> dict[str, Any]:
             k: {
                 "first_token_s": t.first_token_s,
                 "iteration_s": t.iteration_s,
+                "idle_cores": t.idle_cores,
                 "per_token_s": t.per_token_s,
             }
             for k, t in campaign.terms.items()

@@ -66,7 +66,8 @@ def _settings(campaign: Campaign) -> str:
         "Profile: "
         + ", ".join(f"{r.phase} error P50 {r.p50:.1%}, P95 {r.p95:.1%}" for r in profile.residuals)
         + (f"; KV transfer {transfer.bandwidth_bytes_s / 1e9:.2f} GB/s" if transfer else "")
-        + ".",
+        + f". While the other core computes, too: prefill x {campaign.company.prefill:.2f}, decode x "
+        f"{campaign.company.decode:.2f}.",
     ]
     return "\n".join(lines)
 
@@ -83,10 +84,10 @@ def _lone(campaign: Campaign) -> str:
                 seconds(float(np.median([r.tpot_s for r in good]))),
                 seconds(terms.first_token_s) if terms else "-",
                 seconds(terms.iteration_s) if terms else "-",
-                seconds(terms.per_token_s) if terms else "-",
+                f"{terms.idle_cores:.2f} cores + {seconds(terms.per_token_s)} per token" if terms else "-",
             ]
         )
-    head = ["system", "TTFT", "TPOT", "fitted: first token", "fitted: step", "beside engines, per token"]
+    head = ["system", "TTFT", "TPOT", "fitted: first token", "fitted: step", "fitted: beside engines"]
     return table(head, rows)
 
 

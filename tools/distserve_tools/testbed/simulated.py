@@ -8,7 +8,7 @@ from distserve_planner.profile_file import Profile
 from distserve_tools.testbed.campaign import blocks_of, grid, sizing
 from distserve_tools.testbed.comparison import goodput_rps, winner
 from distserve_tools.testbed.plan import OBJECTIVES, ScaledWorkload
-from distserve_tools.testbed.prediction import ServerTerms, predict, system_spec
+from distserve_tools.testbed.prediction import Predictor
 from distserve_tools.testbed.report import DEVICES, TARGETS, table
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits
 from distserve_tools.testbed.traces import lone_requests, requests_at
@@ -24,14 +24,13 @@ def simulated_goodputs(profile: Profile, workloads: Sequence[ScaledWorkload], li
     for workload in workloads:
         chosen, top = sizing(profile, workload, limits)
         blocks = blocks_of(profile, chosen)
-        terms = ServerTerms()
-        specs = {name: system_spec(name, profile, chosen, blocks, terms) for name in SYSTEMS}
+        predictors = {name: Predictor(name, profile, chosen, blocks) for name in SYSTEMS}
         context = profile.model.max_context
-        lone = predict(specs[SYSTEMS[0]], lone_requests(workload, 2, 1e4, context), terms)
+        lone = predictors[SYSTEMS[0]].predict(lone_requests(workload, 2, 1e4, context))
         traces = {rate: requests_at(workload, rate, REQUESTS, SEED, context) for rate in grid(top, RATES)}
         seen = {
-            name: {rate: predict(spec, trace, terms) for rate, trace in traces.items()}
-            for name, spec in specs.items()
+            name: {rate: predictor.predict(trace) for rate, trace in traces.items()}
+            for name, predictor in predictors.items()
         }
         for objective in OBJECTIVES:
             slo = objective.slo(float(lone.ttft_s[0]), float(lone.tpot_s[0]))
