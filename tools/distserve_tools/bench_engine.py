@@ -25,14 +25,21 @@ OURS = "distserve"
 START_TIMEOUT_S = 600.0  # vLLM compiles
 STEP_TIMEOUT_S = 120.0
 DECODE_BATCHES = (1, 8, 32)
-BARS: Mapping[str, tuple[float, ...]] = {  # ours over the peer's tokens/s: prefill, then DECODE_BATCHES; fp32
-    "transformers": (1.0, 1.1, 2.0, 2.6),
-    "vllm": (1.0, 1.0, 1.0, 1.0),
+LEVEL = (1.0, 1.0, 1.0, 1.0)
+# ours over the peer's tokens/s, by dtype: prefill, then DECODE_BATCHES
+BARS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "fp32": {
+        "transformers": (1.0, 1.1, 2.0, 2.6),
+        "llama_cpp": LEVEL,
+        "ctranslate2": LEVEL,
+        "vllm": LEVEL,
+    },
+    "bf16": {"transformers": LEVEL, "llama_cpp": LEVEL, "ctranslate2": LEVEL, "vllm": LEVEL},
 }
 EXAMPLES = """\
 examples:
   distserve bench engine
-  distserve bench engine --peers transformers,vllm --rounds 7
+  distserve bench engine --peers transformers,llama_cpp,ctranslate2,vllm --rounds 7
   distserve bench engine --peers vllm --peer-python vllm=/opt/vllm/bin/python --dtype bf16 --json
 """
 
@@ -95,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; raises `ConfigError` for anything refused."""
+    """Runs the command; 1 where a peer did not start. Raises `ConfigError` for anything refused."""
     peers = _peers(args.peers)
     console = Console(stderr=True)
     model = (
@@ -121,14 +128,15 @@ def run(args: argparse.Namespace) -> int:
         about, seconds = _measure(spec, pythons, cases, args, clock, console)
     except WorkerError as error:
         raise ConfigError(str(error)) from None
-    ratios = compare(seconds, cases, bars=args.dtype == "fp32" and args.model is None and args.threads == 1)
+    bars = BARS[args.dtype] if args.model is None and args.threads == 1 else {}
+    ratios = compare(seconds, cases, bars)
     if args.json:
         sys.stdout.write(json.dumps(_as_json(args, clock, about, cases, seconds, ratios), indent=2) + "\n")
     else:
         _report(
             Console(), f"{args.dtype}, {args.threads} thread(s), {clock} time", about, cases, seconds, ratios
         )
-    return 0
+    return 0 if len(ratios) == len(peers) else 1
 
 
 Seconds = dict[str, list[list[float]]]
@@ -151,7 +159,14 @@ def _measure(
         for name, python in pythons.items():
             with console.status(f"loading {name}"):
                 one = WorkerSpec(**(vars(spec) | {"engine": name}))
-                worker = EngineWorker(one, python, logs / f"{name}.log", START_TIMEOUT_S)
+                try:
+                    worker = EngineWorker(one, python, logs / f"{name}.log", START_TIMEOUT_S)
+                except WorkerError as error:
+                    if name == OURS:
+                        raise
+                    console.print(f"left out: {error}", style="yellow", markup=False)
+                    del seconds[name]
+                    continue
                 workers[name] = stack.enter_context(worker)
         for column, case in enumerate(cases):
             for name, worker in workers.items():
@@ -183,7 +198,9 @@ def _turn(worker: EngineWorker, case: Case, steps: int) -> list[dict[str, float]
     return [worker.ask(STEP_TIMEOUT_S, op="prefill")[0] for _ in range(2)]
 
 
-def compare(seconds: Seconds, cases: Sequence[Case], bars: bool) -> dict[str, list[Ratio]]:
+def compare(
+    seconds: Seconds, cases: Sequence[Case], bars: Mapping[str, Sequence[float]]
+) -> dict[str, list[Ratio]]:
     """Ours against each peer, round by round: both sides of a ratio were measured within seconds."""
     ratios: dict[str, list[Ratio]] = {}
     for peer in seconds:
@@ -193,7 +210,7 @@ def compare(seconds: Seconds, cases: Sequence[Case], bars: bool) -> dict[str, li
         for column in range(len(cases)):
             pairs = zip(seconds[peer][column], seconds[OURS][column], strict=True)
             rounds = [theirs / ours for theirs, ours in pairs]
-            bar = BARS[peer][column] if bars and peer in BARS else None
+            bar = bars[peer][column] if peer in bars else None
             ratios[peer].append(Ratio(statistics.median(rounds), min(rounds), max(rounds), bar))
     return ratios
 

