@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 import yaml
 
 from distserve_planner.generate import generate
 from distserve_planner.placement_file import parse_placement
 from distserve_tools.client import Client
 from distserve_tools.launch import ServerOptions, TritonServer
+from distserve_tools.openai_api.app import FrontEnd, FrontEndConfig
+from distserve_tools.openai_api.tokenizer import ChatTokenizer
 from distserve_tools.processes import descendants
 from distserve_tools.readiness import wait_until_serving
-from model_zoo import ZooModel
+from model_zoo import CONTEXT, ZooModel
 
 BLOCK_SIZE = 16
 BLOCKS = 256
@@ -101,7 +106,7 @@ def deployed(
     repository = write_repository(folder / "repository", model, instances, **placement)
     log = folder / "tritonserver.log"
     options = ServerOptions(repository, log_path=log, drain_timeout_s=drain_timeout_s, start_timeout_s=120.0)
-    with TritonServer(options) as server, Client(server.grpc_url) as client:
+    with TritonServer(options) as server, Client(server.grpc_url, access=server.access) as client:
         status = wait_until_serving(client, 60.0)
         boot = {entry["instance"]: entry["blocks_free"] for entry in status["instances"]}
         try:
@@ -109,6 +114,32 @@ def deployed(
         except BaseException:
             sys.stderr.write("\n".join(["server log:", *log.read_text().splitlines()[-60:], ""]))
             raise
+
+
+@contextmanager
+def front_end(
+    deployment: Deployment, api_key: str | None = None, request_timeout_s: float = 60.0
+) -> Iterator[str]:
+    """The OpenAI front end of a server, in a thread of this process; its URL."""
+    config = FrontEndConfig(
+        grpc_url=deployment.server.grpc_url,
+        metrics_url=f"http://{deployment.server.metrics_url}/metrics",
+        model_name="llama",
+        max_context=CONTEXT,
+        api_key=api_key,
+        request_timeout_s=request_timeout_s,
+    )
+    app = FrontEnd(config, ChatTokenizer(deployment.model.folder)).app()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def engine_pid(deployment: Deployment, instance: str) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,38 +11,16 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-import uvicorn
-from serving import Deployment
-
-from distserve_tools.openai_api.app import FrontEnd, FrontEndConfig
-from distserve_tools.openai_api.tokenizer import ChatTokenizer
-from model_zoo import CONTEXT
+from serving import Deployment, front_end
 
 KEY = "secret"
 
 
 @pytest.fixture(scope="module")
 def url(shared_deployment: Deployment) -> Iterator[str]:
-    """A front end with an API key, in a thread of this process."""
-    config = FrontEndConfig(
-        grpc_url=shared_deployment.server.grpc_url,
-        metrics_url=f"http://{shared_deployment.server.metrics_url}/metrics",
-        model_name="llama",
-        max_context=CONTEXT,
-        api_key=KEY,
-        request_timeout_s=60.0,
-    )
-    app = FrontEnd(config, ChatTokenizer(shared_deployment.model.folder)).app()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive()
+    """A front end with an API key."""
+    with front_end(shared_deployment, api_key=KEY) as url:
+        yield url
 
 
 @pytest.fixture

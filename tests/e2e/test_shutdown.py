@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import Deployment, deployed, greedy_mismatches, write_repository
+from serving import deployed, greedy_mismatches, write_repository
 
-from distserve_tools.client import Client, RequestError
+from distserve_tools.client import Client
 from distserve_tools.processes import ProcessId, descendants, session_members, wait_gone
 from distserve_tools.status import only_local_server
-from distserve_tools.supervise import Supervisor, stubs_by_model
 from model_zoo import Zoo, prompt
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -47,33 +46,6 @@ def test_streams_in_flight_end_and_nothing_stays(zoo: Zoo, tmp_path: Path) -> No
             assert greedy_mismatches(running.model, one, tokens) == []
     assert wait_gone(processes, 0.0) == set()
     assert shared_memory(os.getpid()) <= before
-
-
-def test_a_dead_stub_is_brought_back(zoo: Zoo, tmp_path: Path) -> None:
-    events: list[str] = []
-    with deployed(tmp_path, zoo("llama"), drain_timeout_s=2.0) as running:
-        supervisor = Supervisor(running.server, events.append)
-        supervisor.start()
-        try:
-            for name in ("decode_0", "prefill_0", "orchestrator"):
-                (stub,) = stubs_by_model(running.server.pid)[name]
-                os.kill(stub.pid, signal.SIGKILL)
-                deadline = time.monotonic() + 60
-                while supervisor.restarts[name] == 0 or not ready(running):
-                    assert time.monotonic() < deadline, events
-                    time.sleep(0.1)
-                answer = running.client.complete(prompt(20), timeout_s=60, max_tokens=20, **GREEDY)
-                assert greedy_mismatches(running.model, prompt(20), answer.token_ids) == []
-            running.wait_idle()
-        finally:
-            supervisor.stop()
-
-
-def ready(deployment: Deployment) -> bool:
-    try:
-        return bool(deployment.client.control("status", timeout_s=3.0)["ready"])
-    except RequestError:
-        return False
 
 
 def serve_command(repository: Path, log: Path) -> list[str]:

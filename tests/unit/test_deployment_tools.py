@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distserve.serving.access import Access
 from distserve.serving.orchestrator_config import InstanceSpec
 from distserve_planner.generate import generate
 from distserve_planner.placement_file import parse_placement
@@ -146,12 +147,12 @@ class Orchestrator:
 @pytest.fixture
 def enlist(monkeypatch: pytest.MonkeyPatch) -> Callable[[Orchestrator], tuple[Any, list[str]]]:
     def make(orchestrator: Orchestrator) -> tuple[Any, list[str]]:
-        monkeypatch.setattr(enlistment, "Client", lambda address: orchestrator)
+        monkeypatch.setattr(enlistment, "Client", lambda address, access: orchestrator)
         monkeypatch.setattr(enlistment, "_AGAIN_S", 0.01)
         monkeypatch.setattr(enlistment, "_LOOK_S", 0.01)
         lines: list[str] = []
         spec = InstanceSpec("decode_0", "decode", "10.0.0.2:8001")
-        return enlistment.Enlistment("10.0.0.1:8001", [spec], lines.append), lines
+        return enlistment.Enlistment("10.0.0.1:8001", [spec], Access.made(), lines.append), lines
 
     return make
 

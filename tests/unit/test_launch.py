@@ -203,6 +203,30 @@ def test_a_server_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
     assert not server.alive()
 
 
+HANGS_ONCE = """#!/bin/sh
+if [ -e "{flag}" ]; then exit 7; fi
+touch "{flag}"
+echo 'I1129 1 model_lifecycle.cc:472] "loading: p:1"'
+echo '2026-11-29 p INFO distserve.serving.stage: engine of p (prefill) is ready, process 7'
+exec sleep 50
+"""
+
+
+def test_a_start_that_hangs_in_triton_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("distserve_tools.launch._HANG_S", 0.2)
+    binary = make_server(tmp_path / "server", HANGS_ONCE.format(flag=tmp_path / "flag"))
+    (tmp_path / "repository").mkdir()
+    server = TritonServer(
+        ServerOptions(tmp_path / "repository", tritonserver=str(binary), log_path=tmp_path / "log")
+    )
+    with pytest.raises(ServerStartError, match="ended with code 7"):
+        server.start()
+    assert "p has been ready for 0 s, and Triton does not load it" in caplog.text
+    assert "starting tritonserver again" in caplog.text
+
+
 def test_a_taken_port_is_named(tmp_path: Path) -> None:
     binary = make_server(tmp_path / "server")
     (tmp_path / "repository").mkdir()

@@ -11,7 +11,7 @@ import pytest
 from distserve.core.parsing import ConfigError
 from distserve.serving.attainment import Attainment, Objectives
 from distserve.serving.orchestrator_config import OrchestratorConfig
-from distserve.serving.pace import DrainRate, PrefillPace
+from distserve.serving.pace import DecodePace, DrainRate, PrefillPace
 from engine_double import generate
 from orchestrator_bench import CONFIG, VOCAB, Bench, Recorder, scenario
 
@@ -91,6 +91,32 @@ async def test_the_servers_own_objective(bench: Bench) -> None:
     assert "first token in 0.2 s" in refusal(sinks[-1])
     own = await bench.request([9] * 10, 1, ttft_slo=60.0)
     bench.engine("prefill_0").paused = False
+    await own.end()
+    assert own.error is None
+
+
+@scenario()
+async def test_a_pace_per_token_that_cannot_be_kept_is_refused_at_once(bench: Bench) -> None:
+    unknown = await bench.request([1, 2, 3], 40, tpot_slo=1e-6)  # nothing has been decoded yet
+    await unknown.end()
+    assert unknown.error is None
+    refused = await bench.request([1, 2, 3], 40, tpot_slo=1e-6)
+    message = refusal(refused)
+    assert message.startswith("deadline unreachable: 1e-06 s per token; 0.0")
+    assert "(1 requests at a time where it would be decoded)" in message
+    kept = await bench.request([1, 2, 3], 40, tpot_slo=10.0)
+    single = await bench.request([1, 2, 3], 1, tpot_slo=1e-6)  # has no second token
+    for sink in (kept, single):
+        await sink.end()
+        assert sink.error is None
+    await bench.settled()
+
+
+@scenario(config=dataclasses.replace(CONFIG, slo_tpot_s=1e-6, refuse_late=True))
+async def test_the_servers_own_pace_per_token(bench: Bench) -> None:
+    await (await bench.request([1, 2, 3], 40)).end()
+    assert "1e-06 s per token" in refusal(await bench.request([1, 2, 3], 40))
+    own = await bench.request([1, 2, 3], 40, tpot_slo=10.0)
     await own.end()
     assert own.error is None
 
@@ -206,6 +232,17 @@ def test_slow_first_steps_do_not_spoil_the_pace(usual: int) -> None:
     assert pace.rate(512) > 4000
 
 
+def test_pace_of_output_follows_the_number_of_requests_and_forgets() -> None:
+    pace = DecodePace()
+    assert pace.seconds(0.0, 1) is None
+    for n in range(1, 11):
+        pace.note(float(n), n, 0.010 + 0.002 * n)
+        pace.note(n + 0.01, n, 9.0)  # too soon after the one before to count
+    assert pace.seconds(10.0, 20) == pytest.approx(0.050)
+    assert pace.seconds(35.5, 1) == pytest.approx(0.012)
+    assert pace.seconds(40.1, 1) is None
+
+
 def test_drain_rate_needs_a_queue_that_stays_filled() -> None:
     drain = DrainRate(window_s=5.0, least_s=1.0)
     drain.left(0.0, 500, empty=False)
@@ -237,7 +274,7 @@ def test_attainment_window() -> None:
         ({"scheduling": "lifo"}, "scheduling"),
         ({"ageing_tokens_per_s": 0}, "ageing_tokens_per_s=0"),
         ({"slo_ttft_s": -1.0}, "slo_ttft_s=-1.0: must be above 0"),
-        ({"refuse_late": True}, "refuse_late=true: needs slo_ttft_s"),
+        ({"refuse_late": True}, "refuse_late=true: needs slo_ttft_s or slo_tpot_s"),
         ({"max_queue_tokens": 0}, "max_queue_tokens=0"),
     ],
 )

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from distserve.serving.access import Access
 from distserve.serving.schema import ERROR_CODES
 
 _OUTPUTS = (
@@ -73,10 +74,20 @@ class Completion:
 
 
 class Client:
-    """Talks to one server's orchestrator at `url` (host:port of its gRPC endpoint)."""
+    """Talks to one server's orchestrator at `url` (host:port of its gRPC endpoint).
 
-    def __init__(self, url: str, model: str = "orchestrator") -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    `access` is for control operations other than `status`.
+    """
+
+    def __init__(self, url: str, model: str = "orchestrator", access: Access | None = None) -> None:
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_receive_message_length", -1),
+            # a server that is started again is found again at once
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        self._access = access
         self._channel = grpc.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._model = model
@@ -126,6 +137,8 @@ class Client:
     def control(self, op: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
         """A control operation of the orchestrator, such as `status`. Raises `RequestError`."""
         request = service_pb2.ModelInferRequest(model_name=self._model)
+        if self._access is not None and op != "status":
+            arguments["key"] = self._access.operator_key
         _add_text(request, "control", json.dumps({"op": op, **arguments}))
         answers = [
             json.loads(_outputs(response)["control_output"][4:])

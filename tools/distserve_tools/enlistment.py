@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distserve.core.parsing import to_mapping
+from distserve.serving.access import Access
 from distserve.serving.orchestrator_config import InstanceSpec
 from distserve_tools.client import Client, RequestError
 
@@ -21,14 +22,18 @@ _LOOK_S = 0.25
 class Enlistment:
     """`instances` of this node at the orchestrator of `address` (host:port of its gRPC endpoint).
 
+    Its server has the same secret as this node's.
+
     Nothing here fails: the orchestrator may come later than this node, or be gone before it.
     """
 
-    def __init__(self, address: str, instances: Sequence[InstanceSpec], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str, instances: Sequence[InstanceSpec], access: Access, say: Callable[[str], None]
+    ) -> None:
         self._address = address
         self._instances = tuple(instances)
         self._say = say
-        self._client = Client(address)
+        self._client = Client(address, access=access)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._attach_all, name="enlistment", daemon=True)
 

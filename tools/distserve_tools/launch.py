@@ -1,9 +1,11 @@
-"""Starts one tritonserver on a model repository, waits until it is ready, and ends it without a trace."""
+"""Starts one tritonserver on a model repository, starts it again when it dies, ends it without a trace."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
+import math
 import os
 import secrets
 import shutil
@@ -11,30 +13,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from distserve.serving.launch_environment import SERVER_RESTARTS
 from distserve_planner.placement_check import ORCHESTRATOR
 from distserve_tools import die_with_parent, server_log
+from distserve_tools.access_files import access_of, left_for_tools
 from distserve_tools.client import Client, RequestError
-from distserve_tools.model_control import ModelControlError, model_state
-from distserve_tools.processes import (
-    ProcessId,
-    descendants,
-    free_ports,
-    port_is_free,
-    session_members,
-    wait_gone,
-)
+from distserve_tools.leftovers import Leftovers
+from distserve_tools.model_control import ModelControl, ModelControlError, restricted
+from distserve_tools.processes import free_ports, port_is_free
 from distserve_tools.server_files import Installation, find_installation, server_environment
 
-_SHM = Path("/dev/shm")
-_PORT_TRIES = 3
+_START_TRIES = 3
+_HANG_S = 30.0
+_LOG = logging.getLogger(__name__)
 _SIGN_OF_LIFE_S = 10.0
 _CONTROL_S = 5.0
+_KILL_S = 10.0
 
 Progress = Callable[[Mapping[str, str]], None]
 """Called with the state of each model ("loading", "ready") whenever one changes, and every ten seconds."""
@@ -42,6 +44,10 @@ Progress = Callable[[Mapping[str, str]], None]
 
 class ServerStartError(RuntimeError):
     """The server did not become ready. The message has its first error lines and where its log is."""
+
+
+class _StartHangs(ServerStartError):
+    """A model's own part is done, and Triton does not notice. Seen with 24.10 on machines with much to do."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +75,26 @@ class Ports:
 
 
 class TritonServer:
-    """A running tritonserver; a context manager.
-
-    It gets SIGTERM when the thread that started it ends, so start it from a thread that outlives it.
-    """
+    """A running tritonserver; a context manager. It ends with this process, however that ends."""
 
     def __init__(self, options: ServerOptions, progress: Progress | None = None) -> None:
         self._options = options
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
-        self._seen: set[ProcessId] = set()
+        # the server gets SIGTERM when the thread that spawned it ends: this one lives until `stop`
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="tritonserver")
+        self._lock = threading.Lock()  # of a spawn against `stop`
+        self._stopping = threading.Event()
         self._own_log: Path | None = None
+        self._log_start = 0  # bytes of the log that are of servers before this one
         self._prefix = f"distserve_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._leftovers = Leftovers(self._prefix)
         self.ports = Ports(0, 0, 0)
         self.log_path = options.log_path or Path()
+        self.restarts = 0
+        self._with_what_loads = False
+        self._left = contextlib.ExitStack()  # for tools of the same user
+        self.access = access_of(options.repository)
 
     @property
     def repository(self) -> Path:
@@ -128,22 +140,67 @@ class TritonServer:
         if options.log_path is None:
             self._own_log = Path(tempfile.mkdtemp(prefix="distserve-"))
             self.log_path = self._own_log / "tritonserver.log"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + options.start_timeout_s
-        for attempt in range(_PORT_TRIES):
-            self.ports = self._choose_ports()
-            self._spawn(installation)
-            try:
-                self._wait_ready(deadline)
-                return
-            except ServerStartError:
-                self._own_log = None  # keep it for the reader
-                taken = server_log.port_was_taken(self.log_path)
-                self.stop()
-                if not taken or attempt + 1 == _PORT_TRIES or self._fixed_ports():
-                    raise
-            except BaseException:
-                self.stop()
-                raise
+        try:
+            for tries_left in reversed(range(_START_TRIES)):
+                self.ports = self._choose_ports()
+                self.log_path.write_bytes(b"")
+                self._spawn(installation)
+                try:
+                    self._wait_ready(deadline, _HANG_S if tries_left else math.inf)
+                    break
+                except ServerStartError as error:
+                    self._own_log = None  # keep it for the reader
+                    if not tries_left or not self._may_start_again(error):
+                        raise
+            self._left.enter_context(left_for_tools(self.grpc_url, self.access))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _may_start_again(self, error: ServerStartError) -> bool:
+        """After a start that came to nothing through no fault of the models."""
+        hangs = isinstance(error, _StartHangs)
+        if hangs:
+            _LOG.warning("%s; starting tritonserver again", error)
+            self.kill()
+        elif not server_log.port_was_taken(self.log_path) or self._fixed_ports():
+            return False
+        self._end()
+        return True
+
+    def revive(self, with_what_loads: bool = False) -> None:
+        """Starts a server that has died again, on its ports, when what it left behind is gone.
+
+        `with_what_loads`: models that fail to load are done without, else they fail the start. Raises
+        `ServerStartError`, also if `stop` is called meanwhile; it may be tried again.
+        """
+        process = self._process
+        if process is None:
+            raise ServerStartError("the server is being stopped")
+        self._leftovers.clear(process.pid)
+        self.restarts += 1
+        self._log_start = self.log_path.stat().st_size
+        self._with_what_loads = with_what_loads
+        self._spawn(find_installation(self._options.tritonserver))
+        try:
+            self._wait_ready(time.monotonic() + self._options.start_timeout_s, _HANG_S)
+        except ServerStartError:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Of a server that does not answer any more: it is dead afterwards."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait(_KILL_S)
+
+    @property
+    def exit_code(self) -> int | None:
+        """`None` while it lives."""
+        return self._process.poll() if self._process is not None else None
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -151,30 +208,37 @@ class TritonServer:
     def note_processes(self) -> None:
         """Remembers the processes of this server that live now, so that `stop` can end stragglers."""
         if self._process is not None:
-            self._seen |= descendants(self._process.pid) | session_members(self._process.pid)
+            self._leftovers.note(self._process.pid)
 
     def stop(self) -> int | None:
         """Lets requests in flight finish (up to `drain_timeout_s`), ends all processes, frees shared memory.
 
         Returns the server's exit code, `None` if it never ran. A second call does nothing.
         """
+        with self._lock:
+            self._stopping.set()
+        code = self._end()
+        self._left.close()
+        self._spawner.shutdown(wait=False)
+        if self._own_log is not None and code == 0:
+            shutil.rmtree(self._own_log, ignore_errors=True)
+            self._own_log = None
+        return code
+
+    def _end(self) -> int | None:
         process, self._process = self._process, None
         if process is None:
             return None
-        self._seen |= descendants(process.pid) | session_members(process.pid)
+        self._leftovers.note(process.pid)
         if process.poll() is None:
             self._drain()
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(self._options.drain_timeout_s + 10.0)
+            process.wait(self._options.drain_timeout_s + _KILL_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10.0)
-        self._end_stragglers(process.pid)
-        self._remove_shared_memory()
-        if self._own_log is not None and process.returncode == 0:
-            shutil.rmtree(self._own_log, ignore_errors=True)
-            self._own_log = None
+            process.wait(_KILL_S)
+        self._leftovers.clear(process.pid)
         return process.returncode
 
     def _drain(self) -> None:
@@ -184,24 +248,12 @@ class TritonServer:
         """
         drain_s = self._options.drain_timeout_s
         try:
-            if model_state(self.http_url, ORCHESTRATOR, _CONTROL_S) == "READY":
-                with Client(self.grpc_url) as client:
+            control = ModelControl(self.http_url, self.access, _CONTROL_S)
+            if control.state(ORCHESTRATOR) == "READY":
+                with Client(self.grpc_url, access=self.access) as client:
                     client.control("stop", timeout_s=drain_s + _CONTROL_S, drain_s=drain_s)
         except (ModelControlError, RequestError):
             pass  # dead or hung: then it can only be ended
-
-    def _end_stragglers(self, session: int) -> None:
-        """Engines and stubs end by themselves when the server is gone; a hung one is killed."""
-        left = wait_gone(self._seen | session_members(session), 2.0)
-        for straggler in left | session_members(session):
-            straggler.kill()
-        wait_gone(left, 5.0)
-        self._seen.clear()
-
-    def _remove_shared_memory(self) -> None:
-        for path in _SHM.glob(f"{self._prefix}*"):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
 
     def _fixed_ports(self) -> bool:
         options = self._options
@@ -223,12 +275,17 @@ class TritonServer:
         return Ports(**{name: port or next(spare) for name, port in wanted.items()})
 
     def _spawn(self, installation: Installation) -> None:
-        base = {**os.environ, **self._options.environment}
+        with self._lock:
+            if self._stopping.is_set():
+                raise ServerStartError("the server is being stopped")
+            self._process = self._spawner.submit(self._popen, installation).result()
+
+    def _popen(self, installation: Installation) -> subprocess.Popen[bytes]:
+        base = {**os.environ, **self._options.environment, **self.access.environment}
+        base[SERVER_RESTARTS] = str(self.restarts)
         guard = [sys.executable, die_with_parent.__file__, str(os.getpid())]
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path.write_bytes(b"")
         with self.log_path.open("ab") as log:  # appended to, so that a reader may empty it
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [*guard, *self.command(installation)],
                 env=server_environment(installation, base),
                 stdin=subprocess.DEVNULL,
@@ -256,25 +313,31 @@ class TritonServer:
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-address={options.host}",
             f"--metrics-port={self.ports.metrics}",
+            *restricted(self.access),
+            *(["--exit-on-error=false", "--strict-readiness=false"] if self._with_what_loads else []),
         ]
 
-    def _wait_ready(self, deadline: float) -> None:
+    def _wait_ready(self, deadline: float, hang_s: float) -> None:
+        """`hang_s`: from the moment at which a model is ready by its own account until Triton says so."""
         states: dict[str, str] = {}
+        done_s: dict[str, float] = {}
         reported_s = time.monotonic()
         while True:
-            assert self._process is not None
-            found = server_log.model_states(self.log_path)
+            process = self._process
+            if process is None or self._stopping.is_set():
+                raise ServerStartError("the server is being stopped")
+            found = server_log.model_states(self.log_path, self._log_start)
             if found != states or time.monotonic() - reported_s > _SIGN_OF_LIFE_S:
                 states, reported_s = found, time.monotonic()
                 if self._progress is not None:
                     self._progress(states)
-            if self._process.poll() is not None:
-                code = self._process.returncode
-                raise ServerStartError(f"tritonserver ended with code {code}\n{self._reason()}")
+            if process.poll() is not None:
+                raise ServerStartError(f"tritonserver ended with code {process.returncode}\n{self._reason()}")
             # the metrics service starts last, and its failure ends a server that was ready
             if http_ok(self.http_url, "/v2/health/ready") and http_ok(self.metrics_url, "/metrics"):
                 self.note_processes()
                 return
+            self._check_hang(found, done_s, hang_s)
             if time.monotonic() > deadline:
                 waiting = ", ".join(n for n, s in states.items() if s != "ready") or "none began to load"
                 raise ServerStartError(
@@ -283,8 +346,15 @@ class TritonServer:
                 )
             time.sleep(0.1)
 
+    def _check_hang(self, states: Mapping[str, str], done_s: dict[str, float], hang_s: float) -> None:
+        now = time.monotonic()
+        for model in server_log.engines_ready(self.log_path, self._log_start):
+            if states.get(model) == "loading" and now - done_s.setdefault(model, now) > hang_s:
+                text = f"{model} has been ready for {hang_s:.0f} s, and Triton does not load it"
+                raise _StartHangs(f"{text}\n{self._reason()}")
+
     def _reason(self) -> str:
-        lines = server_log.first_errors(self.log_path)
+        lines = server_log.first_errors(self.log_path, self._log_start)
         return "\n".join([*(f"  {line}" for line in lines), f"  log: {self.log_path}"])
 
 

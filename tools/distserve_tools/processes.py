@@ -19,6 +19,14 @@ class ProcessId:
     pid: int
     started: int  # clock ticks after boot
 
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Of a process that lives. Raises `ProcessLookupError`."""
+        stat = _stat(pid)
+        if stat is None:
+            raise ProcessLookupError(pid)
+        return cls(pid, stat.started)
+
     def alive(self) -> bool:
         stat = _stat(self.pid)
         return stat is not None and stat.started == self.started and stat.state != "Z"

@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
             ):
                 sys.stdout.write(how_to_use(stack))
                 sys.stdout.flush()
-                while stack.server.alive():
+                while stack.supervisor.given_up is None:
                     time.sleep(0.5)
-                raise ServerStartError(f"tritonserver died; log: {stack.server.log_path}")
+                raise ServerStartError(stack.supervisor.given_up)
         except START_ERRORS as error:
             sys.stderr.write(f"distserve serve: {error}\n")
             return 1

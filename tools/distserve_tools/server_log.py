@@ -1,4 +1,7 @@
-"""Reads tritonserver's log: which models load, and why a start failed."""
+"""Reads tritonserver's log: which models load, and why a start failed.
+
+`start`: bytes at the log's beginning that are of another start.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 _LOADING = re.compile(r'\] "?loading: ([^:"]+):')
 _LOADED = re.compile(r"\] \"?successfully loaded '([^']+)'")
+_ENGINE_READY = re.compile(r"engine of (\S+) \(\w+\) is ready")
 _ERROR = re.compile(r"^E\d{4} |^error: ")
 _RAISED = re.compile(r"^[\w.]+(Error|Exception): ")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+)')
@@ -18,10 +22,10 @@ _PORT_TAKEN = re.compile(
 )
 
 
-def model_states(log: Path) -> dict[str, str]:
+def model_states(log: Path, start: int = 0) -> dict[str, str]:
     """Model -> "loading" or "ready", in the order in which loading began."""
     states: dict[str, str] = {}
-    for line in _lines(log):
+    for line in _lines(log, start):
         if match := _LOADING.search(line):
             states[match[1]] = "loading"
         elif match := _LOADED.search(line):
@@ -29,12 +33,17 @@ def model_states(log: Path) -> dict[str, str]:
     return states
 
 
-def first_errors(log: Path, count: int = 12) -> list[str]:
+def engines_ready(log: Path, start: int = 0) -> set[str]:
+    """Models whose stub says that its engine is: what is left of their loading is Triton's."""
+    return {match[1] for line in _lines(log, start) if (match := _ENGINE_READY.search(line))}
+
+
+def first_errors(log: Path, start: int = 0, count: int = 12) -> list[str]:
     """The first distinct error lines without their time stamps; the log's end if there is none.
 
     A Python exception gets the place that it was raised at.
     """
-    lines = _lines(log)
+    lines = _lines(log, start)
     errors: list[str] = []
     place = ""
     for line in lines:
@@ -56,8 +65,11 @@ def port_was_taken(log: Path) -> bool:
     return any(_PORT_TAKEN.search(line) for line in _lines(log))
 
 
-def _lines(log: Path) -> list[str]:
+def _lines(log: Path, start: int = 0) -> list[str]:
     try:
-        return log.read_text(errors="replace").splitlines()
+        with log.open("rb") as file:
+            # emptied meanwhile, once it had been copied elsewhere: then it begins anew
+            file.seek(start if file.seek(0, 2) >= start else 0)
+            return file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []

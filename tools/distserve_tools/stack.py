@@ -63,7 +63,7 @@ def running(
         server = stack.enter_context(TritonServer(options, lines.models))
         client = None
         if orchestrator is not None:
-            client = stack.enter_context(Client(server.grpc_url))
+            client = stack.enter_context(Client(server.grpc_url, access=server.access))
             elsewhere = any(spec.address for spec in orchestrator.instances)
             wait_s = max(_FIRST_STATUS_S, options.start_timeout_s) if elsewhere else _FIRST_STATUS_S
             status = wait_until_serving(client, wait_s)
@@ -75,11 +75,11 @@ def running(
             if client is not None:
                 client.control("status")
 
-        supervisor = Supervisor(server, lines.say, greet)
+        supervisor = Supervisor(server, lines.say, greet, load_timeout_s=options.start_timeout_s)
         supervisor.start()
         stack.callback(supervisor.stop)
         if node is not None and node.orchestrator is not None and node.instances:
-            enlistment = Enlistment(node.orchestrator, node.instances, lines.say)
+            enlistment = Enlistment(node.orchestrator, node.instances, server.access, lines.say)
             enlistment.start()
             stack.callback(enlistment.leave, options.drain_timeout_s)
         url = None

@@ -75,6 +75,8 @@ def status_table(status: dict[str, Any]) -> RenderableType:
         cells = [str(entry.get(key, "")) for _, key in _COLUMNS]
         table.add_row(entry["instance"], entry["role"], _state(entry), _blocks(entry), *cells)
     totals = "  ".join(f"{label} {status[key]}" for label, key in _TOTALS)
+    if status.get("server_restarts"):
+        totals += f"  server restarts {status['server_restarts']}"
     totals += _attainment(status)
     ready = "[green]ready[/green]" if status["ready"] else "[red]not ready[/red]"
     return Group(Text.from_markup(f"{ready}  {escape(status['model'])}  {totals}"), table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
@@ -33,6 +33,9 @@ _CODES = {
 
 class Flushable(Protocol):
     def flush(self) -> None: ...
+
+    def log_ids(self) -> Mapping[str, str]:
+        """What a line of log about it has in `extra`."""
 
 
 class Lanes:
@@ -66,7 +69,7 @@ class Lanes:
             try:
                 stream.flush()
             except Exception:  # of one client's send; the others go on
-                _LOG.exception("a response could not be sent")
+                _LOG.exception("a response could not be sent", extra=stream.log_ids())
 
 
 class ClientStream:
@@ -82,6 +85,7 @@ class ClientStream:
         self, sender: Any, lane: queue.SimpleQueue[Flushable | None], on_end: Callable[[ClientStream], None]
     ) -> None:
         self._sender, self._lane, self._on_end = sender, lane, on_end
+        self.client_id = ""  # the client's own word for it
         self.build: Callable[[Chunk], Outputs] | None = None  # set before the first chunk
         self.session: Session | None = None  # once it is admitted
         self._lock = threading.Lock()  # of the next two
@@ -136,6 +140,10 @@ class ClientStream:
                 self._respond_error(ending)
             else:
                 self._respond(ending, final=True)
+
+    def log_ids(self) -> Mapping[str, str]:
+        ids = {"client_id": self.client_id, "request": self.session.id if self.session is not None else ""}
+        return {name: value for name, value in ids.items() if value}
 
     def _respond(self, outputs: Outputs, final: bool) -> None:
         # named locals outlive send(): Triton 24.10 drops what only C++ refers to without holding the GIL

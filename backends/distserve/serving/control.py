@@ -8,6 +8,8 @@ is taken any more, those that are here end for up to ``drain_s``, the rest fails
 called again; the answer comes then. The launcher does this before it ends the server, since Triton would
 unload the instances below running requests, and may crash when it unloads this model while a call to an
 instance is on its way.
+
+All but ``status`` need ``"key"``, the operator's (`Access`), where the server has one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from distserve.core.parsing import ConfigError, nearest, parse
+from distserve.serving.access import Access
 from distserve.serving.orchestrator import Orchestrator
 from distserve.serving.orchestrator_config import InstanceSpec
 from distserve.serving.params import invalid
@@ -27,11 +30,12 @@ MAX_WAIT_S = 60.0
 MAX_DRAIN_S = 3600.0
 
 
-async def run_control(orchestrator: Orchestrator, text: str) -> str:
+async def run_control(orchestrator: Orchestrator, text: str, access: Access | None = None) -> str:
     """Carry out one operation; the answer is JSON with ``"ok": true``.
 
     Raises:
-        ServingError: INVALID_ARGUMENT, NOT_FOUND or FAILED_PRECONDITION; nothing has changed then.
+        ServingError: INVALID_ARGUMENT, NOT_FOUND or FAILED_PRECONDITION (a wrong key, too); nothing has
+            changed then.
     """
     try:
         call = json.loads(text)
@@ -44,9 +48,12 @@ async def run_control(orchestrator: Orchestrator, text: str) -> str:
         message = f"control.op={call['op']!r}: unknown operation{nearest(call['op'], _OPERATIONS)}"
         raise ServingError("INVALID_ARGUMENT", message)
     known, run = operation
-    for key in call:
-        if key != "op" and key not in known:
-            raise ServingError("INVALID_ARGUMENT", f"control: unknown key '{key}'{nearest(key, known)}")
+    for name in call:
+        if name not in ("op", "key") and name not in known:
+            raise ServingError("INVALID_ARGUMENT", f"control: unknown key '{name}'{nearest(name, known)}")
+    if access is not None and run is not _status and not access.is_operator(call.get("key")):
+        given = "is not this server's" if "key" in call else "is missing"
+        raise ServingError("FAILED_PRECONDITION", f"unauthenticated: control.key {given}")
     return json.dumps({"ok": True, **await run(orchestrator, call)})
 
 
@@ -56,7 +63,9 @@ async def _status(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[s
     return {
         "ready": orchestrator.ready,
         "stopping": orchestrator.stopping,
+        "name": orchestrator.name,
         "epoch": orchestrator.epoch,
+        "server_restarts": orchestrator.server_restarts,
         "model": orchestrator.config.model,
         "model_hash": fleet.model_hash,
         "requests": len(orchestrator.sessions),

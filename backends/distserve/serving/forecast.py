@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+from distserve.serving.attainment import Objectives
 from distserve.serving.fleet import Fleet
 from distserve.serving.link import InstanceLink
+from distserve.serving.pace import DecodePace
 from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Session
@@ -31,6 +34,11 @@ class Forecaster:
         self._fleet, self._router = fleet, router
         self._tpot_s = 0.0  # of requests that have ended, the last ones most
         self._noted_s: float | None = None
+        self._paces: WeakKeyDictionary[InstanceLink, DecodePace] = WeakKeyDictionary()
+
+    def paced(self, link: InstanceLink, now: float, seconds: float) -> None:
+        """A token of a request that is decoded there came so long after the one before."""
+        self._paces.setdefault(link, DecodePace()).note(now, len(link.targets), seconds)
 
     def ended(self, now: float, tpot_s: float) -> None:
         """A request of several tokens has ended."""
@@ -59,12 +67,56 @@ class Forecaster:
         waited_s = now - session.times.arrival_s
         return Forecast(waited_s + ahead / rate + own_s, ahead, rate)
 
-    def check(self, session: Session, ttft_limit_s: float | None, now: float) -> None:
+    def tpot(self, session: Session, now: float) -> tuple[float, int] | None:
+        """Seconds per token where it would be decoded fastest, among so many requests there.
+
+        Those that come there before it, from the prefill instances, are counted as there.
+        """
+        links = [link for link in self._fleet if self._fleet.usable(link)]
+        coming = self._router.handoffs + sum(len(li.targets) for li in links if li.spec.role == "prefill")
+        decoding = self._decoding(session)
+        expected = []
+        for link in decoding:
+            pace = self._paces.get(link)
+            most = link.status.max_batch_size if link.status is not None else 1
+            requests = min(most, len(link.targets) + coming // len(decoding) + 1)
+            seconds = pace.seconds(now, requests) if pace is not None else None
+            if seconds is None:  # perhaps it is fast
+                return None
+            expected.append((seconds, requests))
+        return min(expected, default=None)
+
+    def _decoding(self, session: Session) -> list[InstanceLink]:
+        """The instances that may decode the session."""
+        choices = self._fleet.candidates(session.known_tokens, session.total_tokens)
+        whole = [choice.link for choice in choices if choice.to_end or choice.link.spec.role != "prefill"]
+        if len(whole) == len(choices):
+            return whole
+        decodes = (link for link in self._fleet if link.spec.role == "decode" and self._fleet.usable(link))
+        return whole + [link for link in decodes if _room(link) >= session.total_tokens]
+
+    def check(self, session: Session, limits: Objectives, now: float) -> None:
         """Raises `ServingError` (RESOURCE_EXHAUSTED) if the session is not going to be in time.
 
-        The limit of its first token is `ttft_limit_s`, that of its last one its deadline; of the tokens
-        after the first only those count that are sure to come.
+        The limits of its first token and per token after it are `limits`, that of its last one its deadline;
+        of the tokens after the first only those count for that which are sure to come.
         """
+        self._check_tpot(session, limits.tpot_s, now)
+        self._check_times(session, limits.ttft_s, now)
+
+    def _check_tpot(self, session: Session, limit_s: float | None, now: float) -> None:
+        if limit_s is None or session.max_tokens < 2:
+            return
+        expected = self.tpot(session, now)
+        if expected is not None and expected[0] > limit_s:
+            seconds, requests = expected
+            raise ServingError(
+                "RESOURCE_EXHAUSTED",
+                f"deadline unreachable: {limit_s:g} s per token; {seconds:.4f} s are expected "
+                f"({requests} requests at a time where it would be decoded)",
+            )
+
+    def _check_times(self, session: Session, ttft_limit_s: float | None, now: float) -> None:
         expected = self.forecast(session, now)
         if expected is None:
             return
@@ -75,6 +127,10 @@ class Forecaster:
         allowed_s = session.deadline_s - session.times.arrival_s
         if end_s > _SAFE_SHARE * allowed_s:
             raise _unreachable(f"the end in {allowed_s:g} s, expected after {end_s:.2f} s", expected)
+
+
+def _room(link: InstanceLink) -> int:
+    return min(link.status.max_context, link.status.pool_tokens) if link.status is not None else 0
 
 
 def _batch_tokens(link: InstanceLink) -> int:

@@ -52,6 +52,7 @@ FAMILIES: Mapping[str, Family] = {
     "distserve_queue_depth": _gauge("Requests waiting for a prefill instance"),
     "distserve_queue_tokens": _gauge("Prompt tokens of these"),
     "distserve_handoffs": _gauge("Requests waiting for a decode instance"),
+    "distserve_server_restarts_total": _counter("Starts of the server after it had died"),
     "distserve_request_log_dropped_total": _counter("Lines that the request log could not take"),
     # instances
     "distserve_instance_usable": _gauge("1: up and taking requests", *_INSTANCE),

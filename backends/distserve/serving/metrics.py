@@ -150,6 +150,10 @@ class Metrics:
         """Of the request log, since the start."""
         self._total("distserve_request_log_dropped_total", {}, "", lines)
 
+    def server_restarts(self, count: int) -> None:
+        """Of the whole server, since its launcher has been running."""
+        self._total("distserve_server_restarts_total", {}, "", count)
+
     def _show_instance(self, entry: Mapping[str, Any]) -> None:
         labels = {"instance": str(entry["instance"]), "role": str(entry["role"])}
         for key, name in _INSTANCE_GAUGES.items():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from distserve.serving.accounts import Accounts
+from distserve.serving.attainment import Objectives
 from distserve.serving.chunk import Sink
 from distserve.serving.client_request import ClientRequest
 from distserve.serving.fleet import Alone, Fleet, Limits
@@ -49,6 +50,7 @@ class Orchestrator:
         owner: this orchestrator's name at the instances; the same after a restart.
         request_log: told of every end.
         clock: monotonic seconds.
+        server_restarts: how often the server has been started again before this one, for show.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Orchestrator:
         owner: str,
         request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
+        server_restarts: int = 0,
     ) -> None:
         self.config = config
         self.codec = codec
@@ -76,6 +79,7 @@ class Orchestrator:
         self.sessions: dict[int, Session] = {}
         self.epoch = time.time_ns()  # new at every start
         self.stopping = False
+        self.server_restarts = server_restarts
         self._connect, self._metrics, self._owner, self._clock = connect, metrics, owner, clock
         self._numbers = 0
         self._entering = 0  # requests between arrival and queue
@@ -103,6 +107,11 @@ class Orchestrator:
         await end_task(self._ticker)
         await asyncio.gather(*(link.stop() for link in self.fleet))
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def name(self) -> str:
+        """Apart from other orchestrators of its server."""
+        return self._owner.rpartition(":")[2]
 
     @property
     def ready(self) -> bool:
@@ -184,8 +193,8 @@ class Orchestrator:
             id_prefix=f"{self.epoch:x}-",
             client_id=request.client_id,
         )
-        limit_s = objectives.ttft_s if self.config.refuse_late else params.ttft_slo
-        self._forecaster.check(session, limit_s, self.now())
+        own = Objectives(params.ttft_slo, params.tpot_slo)
+        self._forecaster.check(session, objectives if self.config.refuse_late else own, self.now())
         self.sessions[session.number] = session
         try:
             self.router.enqueue(session, self.now())
@@ -268,6 +277,9 @@ class Orchestrator:
         # until its poll finds out, a dead instance looks idle: it would be chosen again and again
         self.router.leave_alone(link, self.now(), _UNREACHABLE_S)
 
+    def paced(self, link: InstanceLink, seconds: float) -> None:
+        self._forecaster.paced(link, self.now(), seconds)
+
     def wait_for_room(self, session: Session, link: InstanceLink) -> None:
         now = self.now()
         self.router.leave_alone(link, now, _FULL_S)
@@ -313,6 +325,7 @@ class Orchestrator:
             self.accounts.tick(now)
             attainment = self.accounts.attainment.summary(now)
             self._metrics.state(self.fleet, self.router, len(self.sessions), attainment)
+            self._metrics.server_restarts(self.server_restarts)
 
     def _check_deadlines(self, session: Session, now: float) -> None:
         if now >= session.deadline_s:

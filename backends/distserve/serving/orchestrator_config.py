@@ -52,7 +52,7 @@ class OrchestratorConfig:
     slo_ttft_s: float | None = None  # objectives of requests without their own; attainment is counted by them
     slo_tpot_s: float | None = None
     slo_window_s: float = 60.0  # of the attainment shown
-    refuse_late: bool = False  # refuse what will not meet slo_ttft_s; a request's own ttft_slo always counts
+    refuse_late: bool = False  # refuse what will not meet these; a request's own objectives always count
     max_text_bytes: int = 4 << 20  # of one prompt
     request_timeout_s: float = 600.0  # from arrival to the final response
     hop_timeout_s: float = 120.0  # of one stage without any sign of the request
@@ -104,8 +104,8 @@ class OrchestratorConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
-        if self.refuse_late and self.slo_ttft_s is None:
-            raise ConfigError("refuse_late=true: needs slo_ttft_s")
+        if self.refuse_late and self.slo_ttft_s is None and self.slo_tpot_s is None:
+            raise ConfigError("refuse_late=true: needs slo_ttft_s or slo_tpot_s")
         self.ordering()
         names = [spec.name for spec in self.instances]
         for name in names:

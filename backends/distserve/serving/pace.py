@@ -1,4 +1,4 @@
-"""How fast prompts are computed: fitted to an instance's steps, and measured at the queue."""
+"""How fast an instance is: prompts by its steps, output by what is seen of it; and the queue's own rate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from itertools import permutations
 from statistics import median_low
 
 _SAMPLES = 32
+_RECENT_S = 30.0
+_APART_S = 0.1
 _SPREAD = 1.2  # least ratio of two batch sizes that says something of the share per token
 
 
@@ -44,6 +46,31 @@ class PrefillPace:
         """Tokens per second at batches of about `batch_tokens`, or of the usual size if that is more."""
         tokens = max(batch_tokens, median_low(tokens for tokens, _ in self._steps))
         return tokens / max(self.seconds(tokens), 1e-9)
+
+
+class DecodePace:
+    """Seconds from one token of a request to its next one, by how many requests the instance has.
+
+    Seen from outside, so that all that keeps tokens from coming is in it. What was seen long ago says
+    nothing: else an instance that was slow for a while, and is given nothing since, would count as slow
+    for ever.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=_SAMPLES)  # when, requests, seconds
+
+    def note(self, now: float, requests: int, seconds: float) -> None:
+        """Of one request. One in a while is enough, and the last ones are from different times then."""
+        if not self._seen or now - self._seen[-1][0] >= _APART_S:
+            self._seen.append((now, float(requests), seconds))
+
+    def seconds(self, now: float, requests: int) -> float | None:
+        """With so many requests; None: nothing has been seen lately."""
+        recent = [(count, seconds) for when, count, seconds in self._seen if now - when <= _RECENT_S]
+        if not recent:
+            return None
+        constant, share = _fit(recent)
+        return constant + share * requests
 
 
 def _fit(steps: Collection[tuple[float, float]]) -> tuple[float, float]:

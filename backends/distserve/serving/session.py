@@ -33,6 +33,9 @@ class SessionHost(Protocol):
     def unreachable(self, link: InstanceLink) -> None:
         """A submit did not get there, although the link may not have noticed yet."""
 
+    def paced(self, link: InstanceLink, seconds: float) -> None:
+        """A token of a decoding session came so long after the one before."""
+
     def wait_for_room(self, session: Session, link: InstanceLink) -> None:
         """The instance is full: queue the session again, and leave the instance alone for a moment."""
 
@@ -90,6 +93,8 @@ class Session:
         self._handle: dict[str, Any] | None = None
         self._lease_link: InstanceLink | None = None
         self._started = False  # decoding, in this attempt
+        self._paced_s = 0.0  # when tokens came last in this attempt, and how many have come with this reply
+        self._paced_tokens = 0
         self._to_end = False  # one instance is to do all, in this attempt
 
     @property
@@ -118,7 +123,7 @@ class Session:
         """Submit to an instance that computes the prompt; ``to_end``: and the output, whatever its role."""
         self._attempt += 1
         self._wire_id = f"{self.id}.{self._attempt}"
-        self._started = False
+        self._started, self._paced_s = False, 0.0
         self.state, self.link = "prefilling", link
         self.last_sign_s = self._host.now()
         self.instances = {"prefill": link.name}
@@ -155,6 +160,7 @@ class Session:
         kind = event["type"]
         if kind == "token":
             self._on_started(now, event)
+            self._paced_tokens += len(event["tokens"])
             self._accept(now, event["tokens"], event.get("logprobs"))
         elif kind == "prefilled":
             self._on_prefilled(link, now, event)
@@ -166,10 +172,18 @@ class Session:
     def on_events_end(self) -> None:
         if self.state == "done":
             return
+        if self._paced_tokens:
+            self._tell_pace()
         if self._ending is not None:
             self._finish(self._ending)
         elif self.params.stream and self._chunk.ids:
             self._send()
+
+    def _tell_pace(self) -> None:
+        now = self._host.now()
+        if self._paced_s and self.link is not None:
+            self._host.paced(self.link, (now - self._paced_s) / self._paced_tokens)
+        self._paced_s, self._paced_tokens = now, 0
 
     def on_refused(self, link: InstanceLink, error: ServingError) -> None:
         self.link = None

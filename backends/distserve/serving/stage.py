@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 
 from distserve.core.config import EngineConfig
 from distserve.core.logs import log_package_to_stderr
+from distserve.serving.access import Access
 from distserve.serving.orchestrator_config import model_parameter
 from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, ServingError, error_reply
 from distserve.serving.supervisor import Supervisor
@@ -36,25 +38,36 @@ class TritonPythonModel:
         text = model_parameter(parameters, MODEL_PARAMETER)
         config = EngineConfig.load(json.loads(text), MODEL_PARAMETER)
         log_package_to_stderr(config.log_format, config.instance)
-        self._supervisor = Supervisor(text)
         try:
-            self._supervisor.start()
+            self.serve(Supervisor(text))
         except ServingError as error:
             raise pb_utils.TritonModelException(f"instance {config.instance}: {error.message}") from None
         _LOG.info(
             "engine of %s (%s) is ready, process %s", config.instance, config.role, self._supervisor.pid
         )
 
+    def serve(self, supervisor: Supervisor) -> None:
+        """Starts the engine that calls go to. Raises `ServingError` if it can't serve."""
+        self._access = Access.given(os.environ)
+        self._supervisor = supervisor
+        supervisor.start()
+
     def execute(self, requests: list[Any]) -> list[None]:
         for request in requests:
             sender = request.get_response_sender()
             tensor = pb_utils.get_input_tensor_by_name(request, _MESSAGE)
             reply = functools.partial(_send, sender)
-            if tensor is None:
-                reply(error_reply(ServingError("INVALID_ARGUMENT", f"{_MESSAGE}: missing")))
-            else:
-                self._supervisor.call(bytes(tensor.as_numpy().flat[0]), reply)
+            try:
+                self._supervisor.call(self._message(tensor), reply)
+            except ServingError as error:
+                reply(error_reply(error))
         return [None] * len(requests)
+
+    def _message(self, tensor: Any) -> bytes:
+        if tensor is None:
+            raise ServingError("INVALID_ARGUMENT", f"{_MESSAGE}: missing")
+        message = bytes(tensor.as_numpy().flat[0])
+        return message if self._access is None else self._access.verified(message)
 
     def finalize(self) -> None:
         self._supervisor.stop()

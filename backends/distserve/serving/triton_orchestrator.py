@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -23,12 +24,14 @@ import numpy as np
 
 from distserve.core.logs import log_package_to_stderr
 from distserve.core.model_config import resolve_model
+from distserve.serving.access import Access
 from distserve.serving.bls_client import BlsClient
 from distserve.serving.client_request import ClientRequest, parse_request
 from distserve.serving.client_stream import ClientStream, Lanes
 from distserve.serving.control import run_control
 from distserve.serving.grpc_client import GrpcClient
 from distserve.serving.instance_client import InstanceClient
+from distserve.serving.launch_environment import SERVER_RESTARTS
 from distserve.serving.metrics import Metrics
 from distserve.serving.orchestrator import Orchestrator
 from distserve.serving.orchestrator_config import (
@@ -40,6 +43,7 @@ from distserve.serving.orchestrator_config import (
 from distserve.serving.request_log import RequestLog
 from distserve.serving.responses import ResponseBuilder
 from distserve.serving.schema import ServingError
+from distserve.serving.signed_client import SignedClient
 from distserve.serving.text_codec import TextCodec, load_codec
 from distserve.serving.triton_metrics import TritonMetricBackend
 from distserve.serving.triton_tensors import read_inputs
@@ -66,6 +70,7 @@ class TritonPythonModel:
         self._owner = f"{socket.gethostname()}:{args['model_repository']}:{args['model_instance_name']}"[
             -256:
         ]
+        self._access = Access.given(os.environ)
         self._lanes = Lanes(self._config.lanes)
         self._metrics = Metrics(TritonMetricBackend())
         self._request_log = (
@@ -117,7 +122,13 @@ class TritonPythonModel:
 
     async def _start(self) -> Orchestrator:
         orchestrator = Orchestrator(
-            self._config, self._codec, _connect, self._metrics, self._owner, self._request_log
+            self._config,
+            self._codec,
+            self._connect,
+            self._metrics,
+            self._owner,
+            self._request_log,
+            server_restarts=int(os.environ.get(SERVER_RESTARTS, "0")),
         )
         await orchestrator.start()
         return orchestrator
@@ -127,6 +138,7 @@ class TritonPythonModel:
         arrival_s = time.monotonic()
         stream = ClientStream(request.get_response_sender(), self._lanes.assign(), self._forget)
         try:
+            stream.client_id = str(request.request_id())[:MAX_CLIENT_ID_CHARS]
             inputs = read_inputs(request)
             control = inputs.pop("control", None)
             if control is not None:
@@ -142,14 +154,14 @@ class TritonPythonModel:
                 request.parameters(),
                 self._codec.vocab_size,
                 timeout_us / 1e6 if timeout_us > 0 else None,
-                str(request.request_id())[:MAX_CLIENT_ID_CHARS],
+                stream.client_id,
             )
             stream.build = self._builder(parsed, frozenset(request.requested_output_names())).build
         except ServingError as error:
             self._metrics.refused(error)
             stream.fail(error)
         except Exception as error:  # a mistake of ours; the client must not wait for ever
-            _LOG.exception("a request could not be read")
+            _LOG.exception("a request could not be read", extra=stream.log_ids())
             stream.fail(ServingError("INTERNAL", repr(error)))
         else:
             self._streams.add(stream)
@@ -175,17 +187,25 @@ class TritonPythonModel:
         try:
             stream.session = await self._orchestrator.serve(request, stream, arrival_s)
         except Exception as error:
-            _LOG.exception("a request could not be admitted")
+            _LOG.exception("a request could not be admitted", extra=stream.log_ids())
             stream.fail(ServingError("INTERNAL", repr(error)))
+
+    def _connect(self, spec: InstanceSpec) -> InstanceClient:
+        client: InstanceClient
+        if spec.address is None:
+            client = BlsClient(spec.triton_model)
+        else:
+            client = GrpcClient(spec.triton_model, spec.address)
+        return client if self._access is None else SignedClient(client, self._access)
 
     async def _control(self, text: str, stream: ClientStream) -> None:
         assert self._orchestrator is not None
         try:
-            answer = await run_control(self._orchestrator, text)
+            answer = await run_control(self._orchestrator, text, self._access)
         except ServingError as error:
             stream.fail(error)
         except Exception as error:
-            _LOG.exception("control failed")
+            _LOG.exception("control failed", extra=stream.log_ids())
             stream.fail(ServingError("INTERNAL", repr(error)))
         else:
             stream.answer({"control_output": np.array([answer.encode()], dtype=np.object_)})
@@ -204,9 +224,3 @@ class TritonPythonModel:
                     assert self._orchestrator is not None
                     self._loop.call_soon_threadsafe(self._orchestrator.cancel, session)
             pause_s = max(self._config.cancel_check_s, _WATCH_SHARE * (time.monotonic() - began_s))
-
-
-def _connect(spec: InstanceSpec) -> InstanceClient:
-    if spec.address is None:
-        return BlsClient(spec.triton_model)
-    return GrpcClient(spec.triton_model, spec.address)

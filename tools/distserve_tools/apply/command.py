@@ -15,6 +15,7 @@ from distserve.core.model_config import ModelConfig, resolve_model
 from distserve_planner.machine_facts import this_machine
 from distserve_planner.placement_check import check_placement
 from distserve_planner.placement_file import Placement, read_placement
+from distserve_tools.access_files import found
 from distserve_tools.apply.apply import Applier, ApplyError, Timeouts
 from distserve_tools.apply.lock import LockedError, exclusive
 from distserve_tools.apply.server import ServerError, TritonControl
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", type=Path, metavar="FILE", help="write the placement there once it is in force"
     )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="of a server on another machine: its transfer_secret_file",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the steps and change nothing")
     times = Timeouts()
     parser.add_argument("--load-timeout", type=float, default=times.load_s, metavar="S", help="%(default)g")
@@ -42,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     check_placement(file, ModelConfig.load(resolve_model(file.placement.model)), this_machine())
     timeouts = Timeouts(load_s=args.load_timeout, drain_s=args.drain_timeout)
     try:
-        with TritonControl(args.grpc) as server, exclusive(args.model_repository):
+        access = found(args.grpc, args.secret_file)
+        with TritonControl(args.grpc, access) as server, exclusive(args.model_repository):
             applier = Applier(server, args.model_repository, file.placement, timeouts, _say)
             if args.dry_run:
                 steps = applier.steps()

@@ -13,9 +13,11 @@ from tritonclient.utils import InferenceServerException
 
 from distserve.core.config import EngineConfig, Role
 from distserve.core.parsing import ConfigError
+from distserve.serving.access import Access
 from distserve.serving.orchestrator_config import MODEL_PARAMETER, OrchestratorConfig
 from distserve_planner.placement_check import ORCHESTRATOR
 from distserve_tools.client import Client, RequestError
+from distserve_tools.model_control import GRPC_KEY_HEADER
 
 _ENGINE = "engine"  # parameter of an instance's model
 _PAUSE_S = 0.1
@@ -55,11 +57,15 @@ class Server(Protocol):
 
 
 class TritonControl:
-    """A `Server` behind one gRPC endpoint (`host:port`); a context manager."""
+    """A `Server` behind one gRPC endpoint (`host:port`); a context manager.
 
-    def __init__(self, grpc_url: str) -> None:
+    `access`: what the server's launcher has; None for one that was started without a launcher.
+    """
+
+    def __init__(self, grpc_url: str, access: Access | None) -> None:
         self._triton = triton.InferenceServerClient(grpc_url)
-        self._client = Client(grpc_url)
+        self._client = Client(grpc_url, access=access)
+        self._headers = {GRPC_KEY_HEADER: access.operator_key} if access is not None else None
 
     def __enter__(self) -> TritonControl:
         return self
@@ -89,14 +95,14 @@ class TritonControl:
 
     def load(self, name: str, timeout_s: float) -> None:
         try:
-            self._triton.load_model(name, client_timeout=timeout_s)
+            self._triton.load_model(name, headers=self._headers, client_timeout=timeout_s)
         except InferenceServerException as error:
             raise ServerError(f"{name}: cannot be loaded: {_reason(error)}") from None
 
     def unload(self, name: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         try:
-            self._triton.unload_model(name, client_timeout=timeout_s)
+            self._triton.unload_model(name, headers=self._headers, client_timeout=timeout_s)
         except InferenceServerException as error:
             raise ServerError(f"{name}: cannot be unloaded: {_reason(error)}") from None
         while self._states().get(name) in ("READY", "UNLOADING", "LOADING"):
@@ -142,7 +148,7 @@ class TritonControl:
 
     def _states(self) -> dict[str, str]:
         try:
-            index = self._triton.get_model_repository_index(client_timeout=_CALL_S)
+            index = self._triton.get_model_repository_index(self._headers, client_timeout=_CALL_S)
         except InferenceServerException as error:
             raise ServerError(f"the server does not answer: {_reason(error)}") from None
         return {model.name: model.state for model in index.models}

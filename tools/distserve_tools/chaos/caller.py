@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from distserve.serving.access import Access
 from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, decode_reply, encode
 
 CALL_S = 10.0
@@ -17,10 +18,10 @@ CALL_S = 10.0
 class InstanceCaller:
     """One owner at one instance; a context manager. Calls raise `ServingError`, or `grpc.RpcError`."""
 
-    def __init__(self, url: str, instance: str, owner: str) -> None:
+    def __init__(self, url: str, instance: str, owner: str, access: Access) -> None:
         self._channel = grpc.insecure_channel(url, [("grpc.use_local_subchannel_pool", 1)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._instance = instance
+        self._instance, self._access = instance, access
         self._identity = {"owner": owner, "epoch": time.time_ns()}
         self._ack = 0
 
@@ -36,7 +37,11 @@ class InstanceCaller:
         return decode_reply(self.raw(encode({"op": op, **self._identity, **fields})))
 
     def raw(self, message: bytes) -> bytes:
-        """Any bytes as a message; the reply's bytes."""
+        """Any bytes as a message, signed; the reply's bytes."""
+        return self.unsigned(self._access.sign(message))
+
+    def unsigned(self, message: bytes) -> bytes:
+        """Any bytes, as they are."""
         request = service_pb2.ModelInferRequest(model_name=self._instance)
         tensor = service_pb2.ModelInferRequest.InferInputTensor(
             name=STAGE_INPUTS[0].name, datatype="BYTES", shape=[1]

@@ -21,7 +21,13 @@ from rich.console import Console
 from distserve.core.parsing import ConfigError, nearest
 from distserve_tools.chaos.deployment import deployed
 from distserve_tools.chaos.outcome import Outcome, outcome_table
-from distserve_tools.chaos.scenarios import SOAK_TOKENS, STORM_REQUESTS, Scenario, scenarios
+from distserve_tools.chaos.scenarios import (
+    OVERLOAD_S,
+    SOAK_TOKENS,
+    STORM_REQUESTS,
+    Scenario,
+    scenarios,
+)
 from distserve_tools.console import StepLines
 from distserve_tools.serve import START_ERRORS, signals_interrupt
 
@@ -29,11 +35,12 @@ from distserve_tools.serve import START_ERRORS, signals_interrupt
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `distserve chaos`."""
     parser.add_argument(
-        "--scenario", action="append", metavar="NAME", help="may be repeated; default: all but soak"
+        "--scenario", action="append", metavar="NAME", help="may be repeated; default: all but the long ones"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=STORM_REQUESTS, help="of the cancel storm")
     parser.add_argument("--tokens", type=int, default=SOAK_TOKENS, help="of the soak")
+    parser.add_argument("--seconds", type=float, default=OVERLOAD_S, help="of each phase of the overload")
     parser.add_argument("--folder", type=Path, help="keep model and logs there (default: temporary)")
     parser.add_argument("--json", action="store_true", help="a JSON line per scenario instead of the table")
     parser.add_argument("--list", action="store_true", help="say what there is")
@@ -41,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 when no request was lost and nothing was left."""
-    known = scenarios(args.requests, args.tokens)
+    known = scenarios(args.requests, args.tokens, args.seconds)
     if args.list:
         for name, scenario in known.items():
             sys.stdout.write(f"{name:24} {scenario.summary}\n")
         return 0
-    chosen = args.scenario or [name for name in known if name != "soak"]
+    chosen = args.scenario or [name for name, scenario in known.items() if not scenario.long]
     for name in chosen:
         if name not in known:
             raise ConfigError(f"--scenario {name}: unknown{nearest(name, known)}; --list shows all")
@@ -70,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_all(chosen: dict[str, Scenario], seed: int, folder: Path, lines: StepLines) -> Iterator[Outcome]:
-    """Runs scenarios in order; those that follow each other on equal instances share a server."""
+    """Runs scenarios in order; those that follow each other on the same setting share a server."""
     with ExitStack() as stack:
         served = None
         for name, scenario in chosen.items():
@@ -78,10 +85,10 @@ def run_all(chosen: dict[str, Scenario], seed: int, folder: Path, lines: StepLin
             if scenario.alone is not None:
                 yield scenario.alone(folder / name, seed)
                 continue
-            if served != scenario.instances:
+            if served != scenario.setting:
                 stack.close()
-                deployment = stack.enter_context(deployed(folder / f"server-{name}", scenario.instances))
-                served = scenario.instances
+                deployment = stack.enter_context(deployed(folder / f"server-{name}", scenario.setting))
+                served = scenario.setting
             assert scenario.run is not None
             yield scenario.run(deployment, seed)
 

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 from distserve_planner.generate import generate
 from distserve_planner.placement_file import parse_placement
-from distserve_tools.chaos.model import TinyModel, tiny_model
+from distserve_tools.chaos.model import TINY, ModelSize, TinyModel, tiny_model
 from distserve_tools.client import Client
 from distserve_tools.launch import ServerOptions, TritonServer
 from distserve_tools.processes import ProcessId, descendants
@@ -26,17 +26,19 @@ from distserve_tools.supervise import Supervisor, stubs_by_model
 BLOCK_SIZE = 16
 BLOCKS = 1024
 HEARTBEAT_S = 0.2  # loads are told this often, so it bounds how soon the end of a leak is seen
-TWO_OF_EACH: tuple[Mapping[str, Any], ...] = (
-    {"role": "prefill"},
-    {"role": "prefill"},
-    {"role": "decode"},
-    {"role": "decode"},
-)
-PARALLEL: tuple[Mapping[str, Any], ...] = (
-    {"role": "prefill"},
-    {"role": "decode", "tp": 2},
-    {"role": "decode"},
-)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a scenario is run on: instances and orchestrator as in a placement file, and a model."""
+
+    instances: Sequence[Mapping[str, Any]]
+    orchestrator: Mapping[str, Any] = field(default_factory=dict)
+    size: ModelSize = TINY
+
+
+TWO_OF_EACH = Setting(({"role": "prefill"}, {"role": "prefill"}, {"role": "decode"}, {"role": "decode"}))
+PARALLEL = Setting(({"role": "prefill"}, {"role": "decode", "tp": 2}, {"role": "decode"}))
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,11 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def write_repository(folder: Path, model: TinyModel, instances: Sequence[Mapping[str, Any]]) -> Path:
-    """The model repository of these instances on this machine's cores."""
+def write_repository(folder: Path, model: TinyModel, setting: Setting) -> Path:
+    """The model repository of a setting on this machine's cores."""
     cores = sorted(os.sched_getaffinity(0))
     listed = []
-    for index, instance in enumerate(instances):
+    for index, instance in enumerate(setting.instances):
         ranks = instance.get("tp", 1) * instance.get("pp", 1)
         devices = [f"cpu:{cores[(index + rank) % len(cores)]}" for rank in range(ranks)]
         listed.append({"devices": devices, "num_blocks": BLOCKS, "heartbeat_s": HEARTBEAT_S, **instance})
@@ -110,7 +112,7 @@ def write_repository(folder: Path, model: TinyModel, instances: Sequence[Mapping
         "model": str(model.folder),
         "block_size": BLOCK_SIZE,
         "oversubscribe": True,
-        "orchestrator": {"heartbeat_s": HEARTBEAT_S},
+        "orchestrator": {"heartbeat_s": HEARTBEAT_S, **setting.orchestrator},
         "instances": listed,
     }
     generate(parse_placement(yaml.safe_dump(placement)), folder)
@@ -118,14 +120,14 @@ def write_repository(folder: Path, model: TinyModel, instances: Sequence[Mapping
 
 
 @contextmanager
-def deployed(folder: Path, instances: Sequence[Mapping[str, Any]] = TWO_OF_EACH) -> Iterator[Deployment]:
-    """Serves the tiny model from files below `folder`, watched by a supervisor, until the block ends."""
-    model = tiny_model(folder / "model")
-    repository = write_repository(folder / "repository", model, instances)
+def deployed(folder: Path, setting: Setting = TWO_OF_EACH) -> Iterator[Deployment]:
+    """Serves a setting from files below `folder`, watched by a supervisor, until the block ends."""
+    model = tiny_model(folder / "model", setting.size)
+    repository = write_repository(folder / "repository", model, setting)
     options = ServerOptions(
         repository, log_path=folder / "tritonserver.log", drain_timeout_s=5.0, start_timeout_s=120.0
     )
-    with TritonServer(options) as server, Client(server.grpc_url) as client:
+    with TritonServer(options) as server, Client(server.grpc_url, access=server.access) as client:
         status = wait_until_serving(client, 60.0)
         boot = {entry["instance"]: int(entry["blocks_free"]) for entry in status["instances"]}
         probe(client)

@@ -52,6 +52,19 @@ def kill(
         return load.outcome(name, streams, recovery.result())
 
 
+def kill_server(name: str, deployment: Deployment, seed: int) -> Outcome:
+    """kill -9 of tritonserver, with all its streams; the supervisor starts it again at the same addresses."""
+    load = _Load(deployment, seed)
+    victim, epoch = ProcessId.of(deployment.server.pid), epochs(deployment.status())["orchestrator"]
+    with ThreadPoolExecutor(1) as watch:
+        with load.streaming(Expectation()) as streams:
+            load.wait_for_work("orchestrator")
+            streams.fault_s = time.monotonic()
+            send_signal(victim, signal.SIGKILL)
+            recovery = watch.submit(load.recovered, streams.fault_s, ("orchestrator", epoch))
+        return load.outcome(name, streams, recovery.result())
+
+
 def stop(name: str, deployment: Deployment, seed: int, instance: str) -> Outcome:
     """SIGSTOP of an engine: alive but silent until all streams have ended. Recovery: from its SIGCONT."""
     load = _Load(deployment, seed)

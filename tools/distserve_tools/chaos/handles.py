@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from distserve.serving.access import TAG_BYTES, Access
 from distserve.serving.schema import MAX_MESSAGE_BYTES, ServingError, decode_reply, encode
 from distserve_tools.chaos.caller import InstanceCaller
 from distserve_tools.chaos.deployment import Deployment, send_signal
@@ -124,11 +125,12 @@ def bad_handles(name: str, deployment: Deployment, seed: int) -> Outcome:
     url, owner = deployment.server.grpc_url, f"chaos-{os.getpid()}-{seed}"
     with ExitStack() as stack:
         callers = [
-            stack.enter_context(InstanceCaller(url, instance, owner))
+            stack.enter_context(InstanceCaller(url, instance, owner, deployment.server.access))
             for instance in ("prefill_0", "decode_0", "decode_1")
         ]
         trial = _Trial(deployment, job, expected, callers[0], (callers[1], callers[2]), rng)
         trial.decode("a good handle", trial.prefilled(), refused=False)
+        _unsigned(trial)
         _garbage(trial)
         _forged(trial)
         _twice(trial)
@@ -150,6 +152,32 @@ def _forged(trial: _Trial) -> None:
         trial.release(entry)
 
 
+def _unsigned(trial: _Trial) -> None:
+    """What a stranger may say, who does not have the server's secret: nothing."""
+    caller = trial.decodes[0]
+    entry = trial.prefilled()
+    say = [
+        encode({"op": op, "owner": "x", "epoch": time.time_ns(), "requests": [entry], "ids": [], "ack": 0})
+        for op in ("status", "submit", "poll", "cancel", "release", "renew")
+    ]
+    foreign = [Access.made().sign(message) for message in say]
+    cut = [trial.deployment.server.access.sign(message)[:-1] for message in say]
+    for message in [*say, *foreign, *cut, b"", bytes(TAG_BYTES)]:
+        code = _code(caller.unsigned(message))
+        trial.counts["refused" if code == "FAILED_PRECONDITION" else "lost"] += 1
+        if code != "FAILED_PRECONDITION":
+            trial.notes.append(f"unsigned {message[:40]!r}: {code}")
+    trial.decode("not touched by strangers", entry, refused=False)
+
+
+def _code(reply: bytes) -> str:
+    try:
+        decode_reply(reply)
+    except ServingError as error:
+        return error.code
+    return "no error"
+
+
 def _garbage(trial: _Trial) -> None:
     """Messages that are none: refused with a reason, and the engine lives."""
     caller = trial.decodes[0]
@@ -159,11 +187,7 @@ def _garbage(trial: _Trial) -> None:
     messages += [good[: trial.rng.randrange(1, len(good))] for _ in range(5)]
     messages += [encode({"op": "status", "v": 2}), encode({"op": "submit", "owner": "x", "epoch": 1})]
     for message in messages:
-        code = "no error"
-        try:
-            decode_reply(caller.raw(message))
-        except ServingError as error:
-            code = error.code
+        code = _code(caller.raw(message))
         trial.counts["refused" if code == "INVALID_ARGUMENT" else "lost"] += 1
         if code != "INVALID_ARGUMENT":
             trial.notes.append(f"message {message[:20]!r}: {code}")

@@ -1,4 +1,4 @@
-"""A tiny LLaMA with random weights and a byte tokenizer, and transformers' greedy choices for it.
+"""A small LLaMA with random weights and a byte tokenizer, and transformers' greedy choices for it.
 
 Weights are scaled so that logits spread over several units: greedy tokens are then decided by clear gaps, and
 KV of another request, block or position shows at once.
@@ -16,30 +16,46 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-CONTEXT = 512
 SPECIALS = ("<pad>", "<s>", "</s>")
 VOCAB = len(SPECIALS) + 256
-_HIDDEN, _FFN, _LAYERS, _HEADS, _KV_HEADS = 64, 152, 2, 4, 2
 _TIE = 1e-4  # top-2 logits closer than this may change places by rounding
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": _HIDDEN,
-    "intermediate_size": _FFN,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS,
-    "num_key_value_heads": _KV_HEADS,
-    "head_dim": _HIDDEN // _HEADS,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Of the tiny model, unless something else is said."""
+
+    hidden: int = 64
+    ffn: int = 152
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    context: int = 512
+
+    def config(self) -> dict[str, Any]:
+        """`config.json` of the checkpoint."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.hidden // self.heads,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": "float32",
+        }
+
+
+TINY = ModelSize()
 
 
 @dataclass(frozen=True)
@@ -68,8 +84,8 @@ class TinyModel:
         return next((i for i, gap in enumerate(gaps) if gap >= _TIE), None)
 
 
-def tiny_model(folder: Path, seed: int = 0) -> TinyModel:
-    """Writes the model to `folder`."""
+def tiny_model(folder: Path, size: ModelSize = TINY, seed: int = 0) -> TinyModel:
+    """Writes a model to `folder`."""
     import torch
     from safetensors.torch import save_file
 
@@ -78,28 +94,28 @@ def tiny_model(folder: Path, seed: int = 0) -> TinyModel:
     def normal(*shape: int, mean: float = 0.0, scale: float) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * scale + mean
 
-    kv = _KV_HEADS * _HIDDEN // _HEADS
+    hidden, ffn, kv = size.hidden, size.ffn, size.kv_heads * size.hidden // size.heads
     shapes = {
-        "self_attn.q_proj": (_HIDDEN, _HIDDEN),
-        "self_attn.k_proj": (kv, _HIDDEN),
-        "self_attn.v_proj": (kv, _HIDDEN),
-        "self_attn.o_proj": (_HIDDEN, _HIDDEN),
-        "mlp.gate_proj": (_FFN, _HIDDEN),
-        "mlp.up_proj": (_FFN, _HIDDEN),
-        "mlp.down_proj": (_HIDDEN, _FFN),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
     }
-    tensors = {"model.embed_tokens.weight": normal(VOCAB, _HIDDEN, scale=0.15)}
-    for layer in range(_LAYERS):
+    tensors = {"model.embed_tokens.weight": normal(VOCAB, hidden, scale=0.15)}
+    for layer in range(size.layers):
         at = f"model.layers.{layer}"
         for name, shape in shapes.items():
             tensors[f"{at}.{name}.weight"] = normal(*shape, scale=1.2 / shape[1] ** 0.5)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{name}.weight"] = normal(_HIDDEN, mean=1.0, scale=0.1)
-    tensors["model.norm.weight"] = normal(_HIDDEN, mean=1.0, scale=0.1)
-    tensors["lm_head.weight"] = normal(VOCAB, _HIDDEN, scale=1.2 / _HIDDEN**0.5)
+            tensors[f"{at}.{name}.weight"] = normal(hidden, mean=1.0, scale=0.1)
+    tensors["model.norm.weight"] = normal(hidden, mean=1.0, scale=0.1)
+    tensors["lm_head.weight"] = normal(VOCAB, hidden, scale=1.2 / hidden**0.5)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_CONFIG, indent=2))
+    (folder / "config.json").write_text(json.dumps(size.config(), indent=2))
     _write_tokenizer(folder)
     return TinyModel(folder)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distserve_tools.chaos import faults, soak, storm
-from distserve_tools.chaos.deployment import PARALLEL, TWO_OF_EACH, Deployment
+from distserve_tools.chaos import faults, overload, pressure, soak, storm
+from distserve_tools.chaos.deployment import PARALLEL, TWO_OF_EACH, Deployment, Setting
 from distserve_tools.chaos.handles import bad_handles
 from distserve_tools.chaos.load import Expectation
 from distserve_tools.chaos.outcome import Outcome
@@ -16,19 +16,26 @@ from distserve_tools.chaos.shutdown import terminate
 
 STORM_REQUESTS = 10_000
 SOAK_TOKENS = 1_000_000
+OVERLOAD_S = 120.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`run(deployment, seed)` on a server of these instances; `alone(folder, seed)` starts its own."""
+    """`run(deployment, seed)` on a server of this setting; `alone(folder, seed)` starts its own.
+
+    `long`: only when it is named.
+    """
 
     summary: str
     run: Callable[[Deployment, int], Outcome] | None = None
     alone: Callable[[Path, int], Outcome] | None = None
-    instances: Sequence[Mapping[str, Any]] = TWO_OF_EACH
+    setting: Setting = TWO_OF_EACH
+    long: bool = False
 
 
-def scenarios(storm_requests: int = STORM_REQUESTS, soak_tokens: int = SOAK_TOKENS) -> dict[str, Scenario]:
+def scenarios(
+    storm_requests: int = STORM_REQUESTS, soak_tokens: int = SOAK_TOKENS, overload_s: float = OVERLOAD_S
+) -> dict[str, Scenario]:
     """By name, in the order in which they are run."""
 
     def killed(
@@ -56,7 +63,11 @@ def scenarios(storm_requests: int = STORM_REQUESTS, soak_tokens: int = SOAK_TOKE
         "kill-orchestrator-stub": killed(
             "kill-orchestrator-stub", "orchestrator", "stub", faults.ENDED_BY_CLIENT
         ),
-        "kill-rank": killed("kill-rank", "decode_0", "rank", instances=PARALLEL),
+        "kill-rank": killed("kill-rank", "decode_0", "rank", setting=PARALLEL),
+        "kill-tritonserver": Scenario(
+            "kill -9 of tritonserver itself",
+            lambda deployment, seed: faults.kill_server("kill-tritonserver", deployment, seed),
+        ),
         "bad-handles": Scenario(
             "stale, forged, reused and foreign handles, straight to decode instances",
             lambda deployment, seed: bad_handles("bad-handles", deployment, seed),
@@ -68,6 +79,28 @@ def scenarios(storm_requests: int = STORM_REQUESTS, soak_tokens: int = SOAK_TOKE
         "soak": Scenario(
             f"{soak_tokens} tokens over 256 streams: no error, memory flat",
             lambda deployment, seed: soak.soak("soak", deployment, seed, soak_tokens),
+            long=True,
+        ),
+        "kv-pressure": Scenario(
+            "20 streams on a decode instance with room for three: preempted, right, none refused",
+            lambda deployment, seed: pressure.kv_pressure("kv-pressure", deployment, seed),
+            setting=pressure.NARROW,
+        ),
+        "long-output": Scenario(
+            "a request of 100,000 tokens among 20 short ones: nobody starves",
+            lambda deployment, seed: pressure.long_output("long-output", deployment, seed),
+            setting=pressure.LONG_CONTEXT,
+        ),
+        "long-prompt": Scenario(
+            "a prompt of 30,000 tokens before 100 short ones, which overtake it",
+            lambda deployment, seed: pressure.long_prompt("long-prompt", deployment, seed),
+            setting=pressure.LONG_CONTEXT,
+        ),
+        "overload": Scenario(
+            f"2 and 5 times the capacity, then half of it, {overload_s:g} s each",
+            lambda deployment, seed: overload.overload("overload", deployment, seed, overload_s),
+            setting=overload.COSTLY_PROMPTS,
+            long=True,
         ),
         "terminate": Scenario(
             "SIGTERM with 20 streams in flight",

@@ -17,7 +17,15 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from distserve.serving.schema import ERROR_CODES
 from distserve_tools.openai_api.errors import ApiError
 from distserve_tools.openai_api.protocol import Prompt
+from distserve_tools.openai_api.restart_watch import RestartWatch
 
+_CHANNEL = [
+    ("grpc.max_send_message_length", 2**31 - 1),
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    # a server that is started again is found again at once
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
 _OUTPUTS = ("text_output", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens")
 
 
@@ -37,11 +45,13 @@ class TritonBackend:
     """A client of one server. Every generation ends by its last chunk, an `ApiError`, or the deadline."""
 
     def __init__(self, url: str, timeout_s: float, model: str = "orchestrator") -> None:
-        self._client = triton.InferenceServerClient(url)
+        self._client = triton.InferenceServerClient(url, channel_args=_CHANNEL)
         self._model = model
         self._timeout_s = timeout_s
+        self._restarts = RestartWatch(self.status)
 
     async def close(self) -> None:
+        await self._restarts.close()
         await self._client.close()
 
     async def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -50,11 +60,14 @@ class TritonBackend:
             {"control": np.array([b'{"op": "status"}'], dtype=object)}, ("control_output",)
         )
         status: dict[str, Any] | None = None
-        async with aclosing(self._responses(request, timeout_s)) as responses:
+        asked_s = time.monotonic()
+        never = asyncio.get_running_loop().create_future()
+        async with aclosing(self._responses(request, timeout_s, never)) as responses:
             async for result in responses:
                 status = json.loads(result.as_numpy("control_output")[0])
         if status is None:
             raise ApiError(503, "the orchestrator sent no status", "service_unavailable")
+        self._restarts.told(status, asked_s)
         return status
 
     async def generate(
@@ -76,11 +89,12 @@ class TritonBackend:
             inputs["return_logprobs"] = np.array([True])
         request = self._request(inputs, outputs)
         finished = False
-        async with aclosing(self._responses(request, self._timeout_s)) as responses:
-            async for result in responses:
-                chunk = _chunk(result)
-                finished = chunk.finish_reason is not None
-                yield chunk
+        with self._restarts.request() as watched:
+            async with aclosing(self._responses(request, self._timeout_s, watched.lost)) as responses:
+                async for result in responses:
+                    chunk = _chunk(result)
+                    finished = chunk.finish_reason is not None
+                    yield chunk
         if finished:
             return
         raise ApiError(502, "the generation ended without its last message", "server_error")
@@ -94,7 +108,9 @@ class TritonBackend:
         requested = [triton.InferRequestedOutput(name) for name in outputs]
         return {"model_name": self._model, "inputs": tensors, "outputs": requested}
 
-    async def _responses(self, request: dict[str, Any], timeout_s: float) -> AsyncGenerator[Any, None]:
+    async def _responses(
+        self, request: dict[str, Any], timeout_s: float, lost: asyncio.Future[None]
+    ) -> AsyncGenerator[Any, None]:
         async def one() -> AsyncIterator[dict[str, Any]]:
             yield request
 
@@ -102,20 +118,35 @@ class TritonBackend:
         # keep the request for ever and never unload its model.
         deadline = time.monotonic() + timeout_s
         stream = self._client.stream_infer(one())
+        following: asyncio.Future[Any] | None = None
         try:
             while True:
-                result, error = await asyncio.wait_for(anext(stream), deadline - time.monotonic())
+                following = asyncio.ensure_future(anext(stream))
+                left_s = max(0.0, deadline - time.monotonic())
+                await asyncio.wait({following, lost}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    raise _orphaned() if lost.done() else _late(timeout_s)
+                result, error = following.result()
                 if error is not None:
                     raise _api_error(error)
                 yield result
         except StopAsyncIteration:
             return
-        except asyncio.TimeoutError:
-            raise ApiError(504, f"no end within {timeout_s:g} s", "timeout") from None
         except InferenceServerException as error:
             raise _api_error(error) from None
         finally:
             stream.cancel()
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+
+def _orphaned() -> ApiError:
+    return ApiError.of_code("UNAVAILABLE", "the orchestrator has died and was started again; try again")
+
+
+def _late(timeout_s: float) -> ApiError:
+    return ApiError.of_code("DEADLINE_EXCEEDED", f"no end within {timeout_s:g} s")
 
 
 def _chunk(result: Any) -> Chunk:

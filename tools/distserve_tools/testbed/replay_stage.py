@@ -18,8 +18,7 @@ class TritonPythonModel(Stage):
 
     def initialize(self, args: dict[str, str]) -> None:
         parameters = json.loads(args["model_config"]).get("parameters")
-        self._supervisor = Supervisor(model_parameter(parameters, MODEL_PARAMETER), replay_command)
-        self._supervisor.start()
+        self.serve(Supervisor(model_parameter(parameters, MODEL_PARAMETER), replay_command))
 
 
 def replay_command(fd: int) -> list[str]:
