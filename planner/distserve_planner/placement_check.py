@@ -95,12 +95,15 @@ class _Check:
                     (*path, "name"),
                     f"{name!r}: letters, digits, '_' and '-' are allowed, and not {ORCHESTRATOR!r}",
                 )
-            places = [(("node",), instance.node)] if instance.node is not None else []
-            places += [(("nodes", rank), node) for rank, node in enumerate(instance.nodes or ())]
-            for place, node in places:
-                if node not in node_names:
+            places: list[tuple[KeyPath, str]] = [
+                (("nodes", rank), name) for rank, name in enumerate(instance.nodes or ())
+            ]
+            if instance.node is not None:
+                places.append((("node",), instance.node))
+            for place, name in places:
+                if name not in node_names:
                     known = False
-                    yield (*path, *place), f"{node!r}: no such node{nearest(node, node_names)}"
+                    yield (*path, *place), f"{name!r}: no such node{nearest(name, node_names)}"
         if not known:
             return
         yield from self._roles()

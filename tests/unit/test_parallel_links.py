@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 from distserve.core.shapes import Shape
+from distserve.worker.link import Link
+from distserve.worker.link_store import LeaderStore, RankStore, Serving, Values
 from distserve.worker.memory_group import SLOT_BYTES, pipe_bytes
 from distserve.worker.parallel import RankLinks, RankLost
 from distserve.worker.process_groups import connect_groups, join_store, listening_store
 from distserve.worker.wires import apart, close_wires, connect_wires, lay_wires
 
 T = TypeVar("T")
-KINDS = ["memory", "gloo"]
+KINDS = ["memory", "gloo", "gloo over links"]
 
 
 def on_ranks(shape: Shape, kind: str, work: Callable[[RankLinks], T], timeout_s: float = 20.0) -> list[T]:
@@ -26,14 +29,20 @@ def on_ranks(shape: Shape, kind: str, work: Callable[[RankLinks], T], timeout_s:
     devices = ["cpu:0"] * shape.ranks
     wires = lay_wires(shape, pipe_bytes(1, 1)) if kind == "memory" else []
     store, address = listening_store("127.0.0.1", timeout_s)
+    values = Values(timeout_s)
+    pairs = [socket.socketpair() for _ in range(1, shape.ranks)]
+    Serving(values, [(r, Link(ours, timeout_s)) for r, (ours, _) in enumerate(pairs, 1)], timeout_s)
     alive: list[RankLinks] = []  # until all are done: a rank that has ended is lost to the others
 
     def run(rank: int) -> T:
         if kind == "memory":
             links = connect_wires(wires[rank], shape, rank, devices, timeout_s)
         else:
-            own = store if rank == 0 else join_store(address, timeout_s)
-            links = connect_groups(kind, own, shape, rank, torch.device("cpu"), timeout_s, "127.0.0.1")
+            if kind == "gloo":
+                own = store if rank == 0 else join_store(address, timeout_s)
+            else:
+                own = LeaderStore(values) if rank == 0 else RankStore(Link(pairs[rank - 1][1], 9), timeout_s)
+            links = connect_groups("gloo", own, shape, rank, torch.device("cpu"), timeout_s, "127.0.0.1")
         alive.append(links)
         return work(links)
 

@@ -20,3 +20,8 @@ def read_secret(file: str | Path, field: str = "transfer_secret_file") -> bytes:
             f"{field}={str(file)!r}: {len(secret)} bytes; must have at least {MIN_SECRET_BYTES}"
         )
     return secret
+
+
+def shared_secret(file: str | None) -> bytes | None:
+    """The same of a configuration's `transfer_secret_file`; None: there is none. Raises `ConfigError`."""
+    return None if file is None else read_secret(file)

@@ -13,7 +13,7 @@ from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
 from distserve.core.prefill_scheduler import PrefillScheduler
 from distserve.core.scheduler import Limits
-from distserve.core.secret_file import read_secret
+from distserve.core.secret_file import shared_secret
 from distserve.core.shapes import Shape
 from distserve.core.unified_scheduler import UnifiedScheduler
 from distserve.engine.decode_role import DecodeRole, Puller
@@ -82,16 +82,13 @@ def make_role(
 
 def make_puller(config: EngineConfig, executor: Executor, layout: Layout, epoch: int) -> Puller:
     """Pulls into the pages of all ranks."""
-    common: dict[str, Any] = {
-        "secret": _secret(config),
-        "backend": backend_of(executor.kv_cache),
-    }
+    secret, backend = shared_secret(config.transfer_secret_file), backend_of(executor.kv_cache)
     place = (Shape(config.tp, config.pp), 0, layout, config.instance, epoch)
     if not isinstance(executor, RankExecutor):
-        return KVPuller(executor.kv_cache, *place, **common)
+        return KVPuller(executor.kv_cache, *place, secret=secret, backend=backend)
     identity = {"layout": layout.to_wire(), "instance": config.instance, "epoch": epoch}
-    open_agents(executor, {"op": "puller", **identity, **common})
-    puller = FanoutPuller(KVPuller(executor.kv_cache, *place, **common), executor)
+    open_agents(executor, {"op": "puller", **identity, "backend": backend})
+    puller = FanoutPuller(KVPuller(executor.kv_cache, *place, secret=secret, backend=backend), executor)
     executor.listen_side(puller.take)
     return puller
 
@@ -101,21 +98,23 @@ def make_source(
 ) -> tuple[Leases, Source]:
     """Offers the pages of all ranks. Raises `ConfigError` if an address cannot be had."""
     common: dict[str, Any] = {
-        "host": config.transfer_host,
-        "secret": _secret(config),
         "backend": backend_of(executor.kv_cache),
         "timeout_s": config.transfer_timeout_s,
+    }
+    here = common | {
+        "host": config.transfer_host,
+        "secret": shared_secret(config.transfer_secret_file),
     }
     identity = {"layout": layout.to_wire(), "instance": config.instance, "epoch": epoch}
     place = (Shape(config.tp, config.pp), 0, layout, config.instance, epoch)
     try:
         if not isinstance(executor, RankExecutor):
             table = LeaseTable(time.monotonic, on_release)
-            return table, InstanceSource(KVSource(executor.kv_cache, table, *place, **common))
+            return table, InstanceSource(KVSource(executor.kv_cache, table, *place, **here))
         others = open_agents(executor, {"op": "source", **identity, **common})
         shared = FanoutLeases(time.monotonic, executor, on_release)
         executor.listen_side(shared.take)
-        local = KVSource(executor.kv_cache, shared.local, *place, **common)
+        local = KVSource(executor.kv_cache, shared.local, *place, **here)
     except (TransferError, ValueError, OSError) as error:
         raise ConfigError(f"transfer_host={config.transfer_host!r}: {error}") from error
     return shared, InstanceSource(local, others, shared, config.rank_timeout_s)
@@ -123,7 +122,3 @@ def make_source(
 
 def backend_of(cache: KVCache) -> str:
     return "nccl" if cache.pages(0)[0].device.type == "cuda" else "gloo"
-
-
-def _secret(config: EngineConfig) -> bytes | None:
-    return None if config.transfer_secret_file is None else read_secret(config.transfer_secret_file)

@@ -63,6 +63,8 @@ class Supervisor:
         config: EngineConfig as JSON, the engine's first frame.
         command: makes the argument list from the descriptor of the engine's end.
         times: deadlines.
+        patient: the engine may have to wait for other nodes: `start` does not wait for it, and a first start
+            that fails is tried again as any other.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Supervisor:
         config: str,
         command: Callable[[int], Sequence[str]] = engine_command,
         times: SupervisorTimes | None = None,
+        patient: bool = False,
     ) -> None:
         self._config, self._command = config, command
         self._times = times or SupervisorTimes()
@@ -83,6 +86,8 @@ class Supervisor:
         self._stopping = threading.Event()
         self._first = threading.Event()  # the first start has succeeded or failed
         self._first_error: ServingError | None = None
+        if patient:
+            self._first.set()
         self._process: subprocess.Popen[bytes] | None = None
         # The engine dies with the thread that spawned it (PR_SET_PDEATHSIG), so this one outlives it.
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
@@ -93,7 +98,7 @@ class Supervisor:
         return process.pid if process is not None else None
 
     def start(self) -> None:
-        """Returns once the engine is ready.
+        """Returns once the engine is ready (see `patient`).
 
         Raises:
             ServingError: the engine refused its configuration or ended; it is not tried again.

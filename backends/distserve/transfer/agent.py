@@ -38,13 +38,18 @@ class Frames(Protocol):
 
 
 class RankAgent:
-    """`run` is the body of a thread; other threads (senders, receivers) report through it."""
+    """`run` is the body of a thread; other threads (senders, receivers) report through it. `host`: the
+    address of this rank for those of other instances, with whom it shares `secret`.
+    """
 
-    def __init__(self, cache: Pages, frames: Frames, shape: Shape, rank: int) -> None:
+    def __init__(
+        self, cache: Pages, frames: Frames, shape: Shape, rank: int, host: str, secret: bytes | None
+    ) -> None:
         self._cache = cache
         self._frames = frames
         self._shape = shape
         self._rank = rank
+        self._host, self._secret = host, secret
         self._leases = LeaseTable(time.monotonic, self._report_released)
         self._reporting = threading.Lock()  # news of one lease leave in order
         self._source: KVSource | None = None
@@ -108,7 +113,7 @@ class RankAgent:
                 layout,
                 message["instance"],
                 message["epoch"],
-                secret=message["secret"],
+                secret=self._secret,
                 backend=message["backend"],
             )
             self._send({"op": "opened", "address": ""})
@@ -125,12 +130,12 @@ class RankAgent:
                 Layout.from_wire(message["layout"]),
                 message["instance"],
                 message["epoch"],
-                host=message["host"],
-                secret=message["secret"],
+                host=self._host,
+                secret=self._secret,
                 backend=message["backend"],
                 timeout_s=message["timeout_s"],
             )
-        except (ValueError, OSError) as error:
+        except (TransferError, ValueError, OSError) as error:
             self._send({"op": "opened", "error": str(error)})
             return
         self._send({"op": "opened", "address": self._source.address})

@@ -62,7 +62,7 @@ class Control:
         if len(body) > self._limit:
             raise bad_message(f"message of {len(body)} bytes; allowed are {self._limit}")
         if self._send_key is not None:
-            body += _tag(self._send_key, self._sent, body)
+            body += frame_tag(self._send_key, self._sent, body)
         self._sent += 1
         self._guarded(deadline, lambda: self._socket.sendall(struct.pack("!I", len(body)) + body))
 
@@ -75,7 +75,7 @@ class Control:
         body = self._read(size, deadline)
         if self._recv_key is not None:
             body, given = body[:-tag], body[-tag:]
-            if not hmac.compare_digest(given, _tag(self._recv_key, self._received, body)):
+            if not hmac.compare_digest(given, frame_tag(self._recv_key, self._received, body)):
                 raise TransferError(
                     "FAILED_PRECONDITION", "unauthenticated", "frame with a wrong authentication tag"
                 )
@@ -94,6 +94,12 @@ class Control:
         """
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def hand_over(self) -> tuple[socket.socket, bytes | None, bytes | None]:
+        """The socket and the keys to send and to receive with, for who goes on with frames of its own.
+        Nothing may have been sent with the keys; this object is of no more use.
+        """
+        return self._socket, self._send_key, self._recv_key
 
     def close(self) -> None:
         """By the thread that uses the connection. May be called twice."""
@@ -223,7 +229,8 @@ def _key(secret: bytes | None, direction: bytes, first: bytes, second: bytes) ->
     return None if secret is None else _hmac(secret, b"key" + direction + first + second)
 
 
-def _tag(key: bytes, number: int, body: bytes) -> bytes:
+def frame_tag(key: bytes, number: int, body: bytes) -> bytes:
+    """What proves that frame `number` of a direction is from who has the key."""
     return _hmac(key, struct.pack("!Q", number) + body)[:TAG_BYTES]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distserve.core.shapes import Shape
+from distserve.worker.link_store import NamedStore
 from distserve.worker.parallel import ParallelGroup, Pipe, RankLinks, RankLost
 
 IN_FLIGHT = 2  # messages of a pipe whose tensors are kept
@@ -107,7 +108,7 @@ def connect_groups(
     stage, tp_rank = shape.coordinates(rank)
 
     def join(name: str, index: int, size: int) -> Any:
-        prefixed = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+        prefixed = store.part(name) if isinstance(store, NamedStore) else dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         with _lost():
             if kind == "gloo":
                 return _gloo(prefixed, index, size, timeout_s, host)
@@ -160,5 +161,7 @@ def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 def _lost() -> Iterator[None]:
     try:
         yield
+    except RankLost:  # from the store
+        raise
     except RuntimeError as error:
         raise RankLost(f"process group: {str(error).splitlines()[0][:256]}") from None

@@ -1,7 +1,8 @@
-"""`python -m distserve.worker.rank --fd N`: one further rank of an instance.
+"""`python -m distserve.worker.rank`: one further rank of an instance.
 
-The leader says at the other end of `fd` what to load; after that come steps, until it ends the connection.
-All that takes part in the transfer of KV happens in a second thread, over a second connection.
+The leader (rank 0) says over the first of two connections what to load; after that come steps, until it ends
+the connection. All that takes part in the transfer of KV happens in a second thread, over the second one. On
+the leader's host both are inherited (`--fd`), on other hosts they are opened from here (`--leader`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgpack
 
@@ -26,28 +27,44 @@ from distserve.core.config import EngineConfig
 from distserve.core.logs import log_to_stderr
 from distserve.core.model_config import ModelConfig, resolve_model
 from distserve.core.parsing import ConfigError
+from distserve.core.secret_file import shared_secret
 from distserve.core.shapes import Shape
+from distserve.transfer.errors import TransferError
 from distserve.worker.link import Link
 from distserve.worker.parallel import RankLinks, RankLost
+from distserve.worker.remote_ranks import come_to
 from distserve.worker.sharing import sharers
 from distserve.worker.step_codec import StepDecoder, encode_output
 
+if TYPE_CHECKING:
+    from distserve.transfer.agent import RankAgent
+
 logger = logging.getLogger(__name__)
 
+END_S = 5.0
 START_S = 600.0  # for the leader to load its own slice, and as long for the others
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Status 0: the leader has ended the connection; 1: failed, the leader knows why."""
     parser = argparse.ArgumentParser(prog="python -m distserve.worker.rank", description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the leader")
-    fd = parser.parse_args(argv).fd
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--fd", type=int, nargs=2, help="descriptors of the sockets to the leader")
+    way.add_argument("--leader", metavar="HOST:PORT")
+    parser.add_argument("--visit", default="", help="with --leader: what it calls this start")
+    parser.add_argument("--rank", type=int, default=0, help="with --leader")
+    parser.add_argument("--secret-file", help="with --leader")
+    args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the server, which ends us in order
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader, which gets it as well, ends us in order
-    steps = Link(socket.socket(fileno=fd), START_S)
+    try:
+        steps, side = _links(args)
+    except (ConfigError, TransferError, OSError, ValueError) as error:
+        print(f"rank {args.rank}: leader {args.leader}: {error}", file=sys.stderr)
+        return 1
     with ExitStack() as at_end:  # after the reason is told
         try:
-            _serve(steps, msgpack.unpackb(steps.receive(START_S)), at_end)
+            _serve(steps, side, msgpack.unpackb(steps.receive(START_S)), at_end)
         except EOFError:
             return 0
         except RankLost as error:  # the leader finds out by itself which rank was the first
@@ -60,7 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _serve(steps: Link, start: dict[str, Any], at_end: ExitStack) -> NoReturn:
+def _links(args: argparse.Namespace) -> tuple[Link, Link]:
+    if args.fd is not None:
+        steps, side = (Link(socket.socket(fileno=fd), START_S) for fd in args.fd)
+        return steps, side
+    links = come_to(args.leader, args.visit, args.rank, shared_secret(args.secret_file), START_S)
+    return links["steps"], links["side"]
+
+
+def _serve(steps: Link, side: Link, start: dict[str, Any], at_end: ExitStack) -> NoReturn:
     config, rank = EngineConfig.load(json.loads(start["config"])), int(start["rank"])
     log_to_stderr(config.log_format, f"{config.instance}/{rank}")
     from distserve.transfer.agent import RankAgent
@@ -68,7 +93,8 @@ def _serve(steps: Link, start: dict[str, Any], at_end: ExitStack) -> NoReturn:
     from distserve.worker.runner import ModelRunner
 
     bind_device(parse_device(config.devices[rank]))
-    links = _connect(config, rank, start)
+    side.limit(config.rank_timeout_s)
+    links = _connect(config, rank, start, side)
     runner = ModelRunner(config, ModelConfig.load(resolve_model(config.model)), links)
     steps.send(msgpack.packb({"loaded": rank}))
     steps.receive(START_S)  # all ranks have loaded: what is free now can be shared
@@ -76,9 +102,9 @@ def _serve(steps: Link, start: dict[str, Any], at_end: ExitStack) -> NoReturn:
     steps.send(msgpack.packb({"blocks": blocks}))
     runner.allocate(msgpack.unpackb(steps.receive(START_S))["blocks"])
     steps.send(msgpack.packb({"pid": os.getpid()}))
-    side = Link(socket.socket(fileno=start["side"]), config.rank_timeout_s)
-    agent = RankAgent(runner.kv_cache, side, links.shape, rank)
-    thread = threading.Thread(target=agent.run, name="rank-agent", daemon=True)
+    secret = shared_secret(config.transfer_secret_file)
+    agent = RankAgent(runner.kv_cache, side, links.shape, rank, config.host_of(rank), secret)
+    thread = threading.Thread(target=_attend, args=(agent,), name="rank-agent", daemon=True)
     thread.start()
     at_end.callback(thread.join, 2.0)
     at_end.callback(agent.stop)
@@ -91,8 +117,17 @@ def _serve(steps: Link, start: dict[str, Any], at_end: ExitStack) -> NoReturn:
             steps.send(encode_output(output))
 
 
-def _connect(config: EngineConfig, rank: int, start: dict[str, Any]) -> RankLinks:
+def _attend(agent: RankAgent) -> None:
+    agent.run()
+    # the leader is gone: nothing else ends a main thread that waits for another rank
+    last = threading.Timer(END_S, os._exit, (1,))
+    last.daemon = True
+    last.start()
+
+
+def _connect(config: EngineConfig, rank: int, start: dict[str, Any], side: Link) -> RankLinks:
     from distserve.worker.device import parse_device
+    from distserve.worker.link_store import RankStore
     from distserve.worker.process_groups import connect_groups, join_store
     from distserve.worker.wires import RankWires, connect_wires
 
@@ -102,9 +137,14 @@ def _connect(config: EngineConfig, rank: int, start: dict[str, Any]) -> RankLink
         return connect_wires(wires, shape, rank, config.devices, config.rank_timeout_s)
     device = parse_device(config.devices[rank]).torch_device
     kind = "nccl" if device.type == "cuda" else "gloo"
-    store = join_store(start["store"], config.rank_timeout_s)
-    host = start["store"].rpartition(":")[0]
-    return connect_groups(kind, store, shape, rank, device, config.rank_timeout_s, host)
+    limit_s = config.rank_timeout_s
+    if start["store"] is not None:
+        store, host = join_store(start["store"], limit_s), start["store"].rpartition(":")[0]
+        return connect_groups(kind, store, shape, rank, device, limit_s, host)
+    over_side = RankStore(side, limit_s)
+    found = connect_groups(kind, over_side, shape, rank, device, limit_s, config.host_of(rank))
+    over_side.close()
+    return found
 
 
 def _tell(steps: Link, message: dict[str, Any]) -> None:

@@ -15,12 +15,20 @@ import msgpack
 from distserve.core.config import DTYPE_BYTES, EngineConfig
 from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
+from distserve.core.secret_file import shared_secret
 from distserve.core.shapes import Shape, head_range, layer_range, query_head_range
 from distserve.worker.device import parse_device
 from distserve.worker.memory_group import pipe_bytes
 from distserve.worker.parallel import RankLinks, RankLost
 from distserve.worker.rank import START_S
-from distserve.worker.rank_processes import END_S, RankProcess, RankWatch, end_ranks, spawn_rank
+from distserve.worker.rank_processes import (
+    END_S,
+    RankProcess,
+    RankWatch,
+    end_ranks,
+    spawn_rank,
+    start_rank,
+)
 from distserve.worker.runner import ModelRunner
 from distserve.worker.sharing import sharers
 from distserve.worker.step import StepInput, StepOutput
@@ -30,6 +38,7 @@ from distserve.worker.wires import close_wires, connect_wires, lay_wires
 logger = logging.getLogger(__name__)
 
 LONGEST_PIPE_BYTES = 64 << 20
+STUCK_S = 2.0  # for a step to end whose other ranks are lost
 
 SideListener = Callable[[int, dict[str, Any]], None]
 
@@ -45,7 +54,6 @@ class RankExecutor:
         check_degrees(config, model)
         self._shape = Shape(config.tp, config.pp)
         self.depth = config.pp
-        self.lag = 0  # the other ranks learn the tokens from the next step
         self.count = self._shape.ranks
         self._timeout_s = config.rank_timeout_s
         self._encoder = StepEncoder()
@@ -57,6 +65,9 @@ class RankExecutor:
         self._on_news: Callable[[], None] = lambda: None
         self._on_side: SideListener = lambda rank, message: None
         self._on_gpu = parse_device(config.devices[0]).kind == "cuda"
+        self._over_nodes = bool(config.remote_ranks)
+        self._outside = threading.Event()  # not within a step
+        self._outside.set()
         self.ranks: list[RankProcess] = []
         try:
             self._runner = self._start(config, model)
@@ -93,11 +104,14 @@ class RankExecutor:
             except OSError as error:
                 raise self._failure(f"rank {rank.rank} is gone ({error})") from None
         self._began.append(time.monotonic())
+        self._outside.clear()
         try:
             output = self._runner.execute(step)
         except Exception as error:
             # the other ranks wait for this one by now, or will at the next step
             raise self._failure(f"rank 0: {type(error).__name__}: {error}") from error
+        finally:
+            self._outside.set()
         if output is not None:
             self._outputs.append(output)
 
@@ -158,6 +172,9 @@ class RankExecutor:
         # a wait for a GPU that waits for the dead rank's cannot be ended otherwise
         if self._on_gpu and not self._closed.wait(2 * END_S):
             os._exit(1)
+        # nor can Gloo's for a host that has fallen silent
+        if self._over_nodes and not self._outside.wait(STUCK_S):
+            os._exit(1)
 
     # -- start
 
@@ -175,11 +192,14 @@ class RankExecutor:
         return runner
 
     def _connect(self, config: EngineConfig, model: ModelConfig) -> RankLinks:
+        if self._over_nodes:
+            return self._connect_nodes(config)
         if collectives_of(config) == "memory":
             wires = lay_wires(self._shape, _pipe_bytes(config, model))
             try:
                 for rank in range(1, self._shape.ranks):
-                    self.ranks.append(spawn_rank(config, rank, wires[rank], None))
+                    self.ranks.append(spawn_rank(config, rank, wires[rank]))
+                    start_rank(self.ranks[-1], config, wires=wires[rank])
             finally:
                 close_wires(wires[1:])
             return connect_wires(wires[0], self._shape, 0, config.devices, self._timeout_s)
@@ -187,10 +207,52 @@ class RankExecutor:
 
         store, address = listening_store("127.0.0.1", self._timeout_s)
         for rank in range(1, self._shape.ranks):
-            self.ranks.append(spawn_rank(config, rank, None, address))
+            self.ranks.append(spawn_rank(config, rank))
+            start_rank(self.ranks[-1], config, store=address)
         device = parse_device(config.devices[0]).torch_device
         kind, host = collectives_of(config), address.rpartition(":")[0]
         return connect_groups(kind, store, self._shape, 0, device, self._timeout_s, host)
+
+    def _connect_nodes(self, config: EngineConfig) -> RankLinks:
+        """Ranks on several nodes; they find one another over their side links."""
+        from distserve.worker.link_store import LeaderStore, Serving, Values
+        from distserve.worker.process_groups import connect_groups
+        from distserve.worker.remote_ranks import call_ranks
+
+        come = call_ranks(config, shared_secret(config.transfer_secret_file))
+        found = [
+            RankProcess(rank, None, links["steps"], links["side"], server) for rank, server, links in come
+        ]
+        self.ranks = found  # for whoever has to close them
+        servers = config.rank_servers or ()
+        found += [spawn_rank(config, rank) for rank in range(1, self._shape.ranks) if not servers[rank]]
+        self.ranks = sorted(found, key=lambda rank: rank.rank)
+        for rank in self.ranks:
+            try:
+                start_rank(rank, config)
+            except OSError:
+                raise RankLost(f"rank {rank.rank} {rank.ending()}") from None
+        values = Values(self._timeout_s)
+        serving = Serving(values, [(rank.rank, rank.side) for rank in self.ranks], self._timeout_s)
+        device = parse_device(config.devices[0]).torch_device
+        kind, host = collectives_of(config), config.host_of(0)
+        try:
+            links = connect_groups(kind, LeaderStore(values), self._shape, 0, device, self._timeout_s, host)
+            serving.join()
+        except RankLost as error:
+            raise self._own_words() or error from None
+        return links
+
+    def _own_words(self) -> Exception | None:
+        """What a rank that has failed to start says of it."""
+        for rank in self.ranks:
+            try:
+                message = msgpack.unpackb(rank.steps.receive(0.1))
+            except (EOFError, TimeoutError):
+                continue
+            if "error" in message:
+                return _refusal(rank, message)
+        return None
 
     def _gather(self, key: str) -> list[Any]:
         return [_answer(rank, key) for rank in self.ranks]
@@ -207,7 +269,7 @@ def collectives_of(config: EngineConfig) -> str:
     """ "memory", "gloo" or "nccl"."""
     if parse_device(config.devices[0]).kind == "cuda":
         return "nccl"
-    return config.collectives or "memory"
+    return config.collectives or ("gloo" if config.remote_ranks else "memory")
 
 
 def check_degrees(config: EngineConfig, model: ModelConfig) -> None:
@@ -237,6 +299,10 @@ def _answer(rank: RankProcess, key: str) -> Any:
     except TimeoutError:
         raise RankLost(f"rank {rank.rank} was not ready after {START_S:g} s") from None
     if "error" in message:
-        error = ConfigError if message["config"] else RankLost
-        raise error(f"rank {rank.rank}: {message['error']}")
+        raise _refusal(rank, message)
     return message[key]
+
+
+def _refusal(rank: RankProcess, message: dict[str, Any]) -> Exception:
+    error = ConfigError if message["config"] else RankLost
+    return error(f"rank {rank.rank}: {message['error']}")

@@ -32,16 +32,19 @@ PONG: bytes = msgpack.packb({"op": "pong"})
 @dataclass(slots=True)
 class RankProcess:
     """`steps`: the plan and what comes of it, served by the rank's main thread. `side`: everything else,
-    served by a thread that no step keeps busy.
+    served by a thread that no step keeps busy. `process`: of this host; else `server` hosts it.
     """
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     steps: Link
     side: Link
+    server: str = ""
 
     def ending(self) -> str:
         """How it has ended, for an error message; waits a moment for it."""
+        if self.process is None:
+            return f"of {self.server} is gone"
         try:
             code = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -50,28 +53,40 @@ class RankProcess:
         return f"has ended {how}"
 
 
-def spawn_rank(config: EngineConfig, rank: int, wires: RankWires | None, store: str | None) -> RankProcess:
-    """Starts `python -m distserve.worker.rank`. It is killed with the calling thread, which must live as
-    long as the instance.
+def spawn_rank(config: EngineConfig, rank: int, wires: RankWires | None = None) -> RankProcess:
+    """Starts a rank on this host. It is killed with the calling thread, which must live as long as the
+    instance.
     """
     steps, far_steps = socket.socketpair()
     side, far_side = socket.socketpair()
-    fds = [far_steps.fileno(), far_side.fileno(), *(wires.fds if wires is not None else [])]
-    command = [sys.executable, "-m", "distserve.worker.rank", "--fd", str(far_steps.fileno())]
-    guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
+    ends = [far_steps.fileno(), far_side.fileno()]
     with far_steps, far_side:
-        process = subprocess.Popen(guarded, stdin=subprocess.DEVNULL, pass_fds=fds)
-        far_fd = far_side.fileno()
-    found = RankProcess(rank, process, Link(steps, config.rank_timeout_s), Link(side, config.rank_timeout_s))
+        process = rank_command(["--fd", *map(str, ends)], [*ends, *(wires.fds if wires is not None else [])])
+    limit_s = config.rank_timeout_s
+    return RankProcess(rank, process, Link(steps, limit_s), Link(side, limit_s))
+
+
+def rank_command(arguments: Sequence[str], fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """`python -m distserve.worker.rank` with these arguments and descriptors, tied to the calling thread."""
+    command = [sys.executable, "-m", "distserve.worker.rank", *arguments]
+    guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
+    return subprocess.Popen(guarded, stdin=subprocess.DEVNULL, pass_fds=fds)
+
+
+def start_rank(
+    rank: RankProcess, config: EngineConfig, wires: RankWires | None = None, store: str | None = None
+) -> None:
+    """Says what it is to load. `wires`, `store`: how it is to connect; neither: over its side link.
+
+    Raises `OSError` if it is gone.
+    """
     start = {
         "config": json.dumps(to_mapping(config)),
-        "rank": rank,
-        "side": far_fd,
+        "rank": rank.rank,
         "wires": None if wires is None else wires.to_wire(),
         "store": store,
     }
-    found.steps.send(msgpack.packb(start))
-    return found
+    rank.steps.send(msgpack.packb(start))
 
 
 class RankWatch:
@@ -157,10 +172,11 @@ def end_ranks(ranks: Sequence[RankProcess]) -> None:
         rank.steps.end()
         rank.side.end()
     for rank in ranks:
-        try:
-            rank.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait(END_S)
+        if rank.process is not None:  # else it ends by itself, or its host ends it
+            try:
+                rank.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait(END_S)
         rank.steps.close()
         rank.side.close()
