@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import os
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -22,11 +22,21 @@ from distserve.core.logs import log_package_to_stderr
 from distserve.serving.access import Access
 from distserve.serving.orchestrator_config import model_parameter
 from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, ServingError, error_reply
-from distserve.serving.supervisor import Supervisor
+from distserve.serving.supervisor import Reply, Supervisor
 
 MODEL_PARAMETER = "engine"
 _MESSAGE, _REPLY = STAGE_INPUTS[0].name, STAGE_OUTPUTS[0].name
 _LOG = logging.getLogger(__name__)
+
+
+class Answering(Protocol):
+    """What is behind a model of this kind: an engine's `Supervisor`, or a `RankHost`."""
+
+    def start(self) -> None: ...
+
+    def call(self, payload: bytes, reply: Reply) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class TritonPythonModel:
@@ -39,18 +49,18 @@ class TritonPythonModel:
         config = EngineConfig.load(json.loads(text), MODEL_PARAMETER)
         log_package_to_stderr(config.log_format, config.instance)
         try:
-            self.serve(Supervisor(text))
+            supervisor = Supervisor(text, patient=bool(config.remote_ranks))
+            self.serve(supervisor)
         except ServingError as error:
             raise pb_utils.TritonModelException(f"instance {config.instance}: {error.message}") from None
-        _LOG.info(
-            "engine of %s (%s) is ready, process %s", config.instance, config.role, self._supervisor.pid
-        )
+        state = "waits for its ranks on other nodes" if config.remote_ranks else "is ready"
+        _LOG.info("engine of %s (%s) %s, process %s", config.instance, config.role, state, supervisor.pid)
 
-    def serve(self, supervisor: Supervisor) -> None:
-        """Starts the engine that calls go to. Raises `ServingError` if it can't serve."""
+    def serve(self, answering: Answering) -> None:
+        """Starts what calls go to. Raises `ServingError` if it can't serve."""
         self._access = Access.given(os.environ)
-        self._supervisor = supervisor
-        supervisor.start()
+        self._answering = answering
+        answering.start()
 
     def execute(self, requests: list[Any]) -> list[None]:
         for request in requests:
@@ -58,7 +68,7 @@ class TritonPythonModel:
             tensor = pb_utils.get_input_tensor_by_name(request, _MESSAGE)
             reply = functools.partial(_send, sender)
             try:
-                self._supervisor.call(self._message(tensor), reply)
+                self._answering.call(self._message(tensor), reply)
             except ServingError as error:
                 reply(error_reply(error))
         return [None] * len(requests)
@@ -70,7 +80,7 @@ class TritonPythonModel:
         return message if self._access is None else self._access.verified(message)
 
     def finalize(self) -> None:
-        self._supervisor.stop()
+        self._answering.stop()
         gc.collect()
 
 

@@ -54,6 +54,7 @@ class RankExecutor:
         check_degrees(config, model)
         self._shape = Shape(config.tp, config.pp)
         self.depth = config.pp
+        self.lag = 0  # the other ranks learn the tokens from the next step
         self.count = self._shape.ranks
         self._timeout_s = config.rank_timeout_s
         self._encoder = StepEncoder()
