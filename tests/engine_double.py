@@ -12,6 +12,7 @@ from typing import Any
 
 from distserve.serving.orchestrator_config import InstanceSpec
 from distserve.serving.schema import ServingError, decode, error_reply, ok_reply
+from distserve.transfer.handle import Layout
 
 _EPOCHS = itertools.count(1)
 
@@ -104,12 +105,14 @@ class EngineDouble:
         max_batch_size: int = 64,
         prefill_s: float = 0.0,
         model_hash: str = "m",
+        dtype: str = "fp32",
         pieces_above: int | None = None,
     ) -> None:
         self.network, self.name, self.role = network, name, role
         self.blocks, self.max_context, self.max_credits = blocks, max_context, credits
         self.heartbeat_s, self.max_batch_size, self.prefill_s = heartbeat_s, max_batch_size, prefill_s
         self.model_hash = model_hash
+        self.layout = Layout(model_hash, dtype, 16, 1, 1, 8, 1, 1, "double")
         self.pieces_above = pieces_above
         self.pace = (0, 0, 0)  # what it tells of its prefill steps: how many, their tokens and microseconds
         self.more: dict[str, float] = {}  # entries of its status
@@ -204,7 +207,7 @@ class EngineDouble:
             instance=self.name,
             role=self.role,
             epoch=self.epoch,
-            layout={},
+            layout=self.layout.to_wire(),
             model_hash=self.model_hash,
             max_context=self.max_context,
             block_size=16,

@@ -93,8 +93,10 @@ STATUS: dict[str, Any] = {
     "queued": 1,
     "queued_tokens": 17,
     "instances": [
-        {"instance": "prefill_0", "role": "prefill", "usable": True, "blocks_total": 100, "blocks_free": 75},
-        {"instance": "decode_0", "role": "decode", "usable": False, "phase": "down", "reason": "model [x]"},
+        {"instance": "prefill_0", "role": "prefill", "usable": True, "blocks_total": 100, "blocks_free": 75}
+        | {"misfit": False},
+        {"instance": "decode_0", "role": "decode", "usable": False, "phase": "down", "reason": "model [x]"}
+        | {"misfit": False},
     ],
 }
 
@@ -125,6 +127,9 @@ def test_readiness_waits_and_then_names_the_instance() -> None:
     assert readiness.wait_until_serving(FakeClient([refused, STATUS, good]), 10) == good  # type: ignore[arg-type]
     with pytest.raises(readiness.NotServingError, match=r"decode_0 \(decode\): model \[x\]"):
         readiness.wait_until_serving(FakeClient([STATUS]), 0.1)  # type: ignore[arg-type]
+    wrong = {**STATUS["instances"][1], "misfit": True, "reason": "dtype='bf16': prefill_0 has 'fp32'"}
+    with pytest.raises(readiness.NotServingError, match=r"decode_0 \(decode\): dtype='bf16'"):  # at once
+        readiness.wait_until_serving(FakeClient([{"instances": [wrong]}]), 1e9)  # type: ignore[arg-type]
     with pytest.raises(readiness.NotServingError, match="orchestrator: UNAVAILABLE: starting"):
         readiness.wait_until_serving(FakeClient([refused]), 0.1)  # type: ignore[arg-type]
 

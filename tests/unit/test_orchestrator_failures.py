@@ -246,14 +246,18 @@ async def test_invalid_argument_of_an_instance_reaches_the_client(bench: Bench) 
     assert (sink.error.code, sink.error.message) == ("INVALID_ARGUMENT", "top_k=-7: no")
 
 
-@scenario(roles=TWO_DECODES, engines={"decode_1": {"model_hash": "other"}})
-async def test_instance_of_another_model_is_not_used(bench: Bench) -> None:
-    sinks = [await bench.request([n], 3) for n in range(6)]
-    for sink in sinks:
-        await sink.end()
-        assert sink.final.stage_times["decode_instance"] == "decode_0"
-    entry = next(e for e in bench.orchestrator.fleet.describe() if e["instance"] == "decode_1")
-    assert "model_hash" in entry["reason"]
+@pytest.mark.parametrize(("field", "value"), [("model_hash", "other"), ("dtype", "bf16")])
+def test_instance_whose_kv_does_not_fit_is_not_used(field: str, value: str) -> None:
+    async def body(bench: Bench) -> None:
+        sinks = [await bench.request([n], 3) for n in range(6)]
+        for sink in sinks:
+            await sink.end()
+            assert sink.final.stage_times["decode_instance"] == "decode_0"
+        entry = next(e for e in bench.orchestrator.fleet.describe() if e["instance"] == "decode_1")
+        assert (entry["usable"], entry["misfit"]) == (False, True)
+        assert entry["reason"].startswith(f"{field}={value!r}: prefill_0 has ")
+
+    run(body, roles=TWO_DECODES, engines={"decode_1": {field: value}})
 
 
 @scenario()

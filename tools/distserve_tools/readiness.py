@@ -18,7 +18,8 @@ class NotServingError(RuntimeError):
 def wait_until_serving(client: Client, timeout_s: float) -> dict[str, Any]:
     """Asks until every instance is usable; returns the orchestrator's `status`.
 
-    Raises `NotServingError` with the reason that each unusable instance gives.
+    Raises `NotServingError` with the reason that each unusable instance gives: at once if instances do not
+    fit together, which no waiting mends.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -30,7 +31,8 @@ def wait_until_serving(client: Client, timeout_s: float) -> dict[str, Any]:
                 return status
         except RequestError as error:
             problems = [f"orchestrator: {error}"]
-        if time.monotonic() > deadline:
+        misfits = any(entry["misfit"] for entry in status.get("instances", ()))
+        if misfits or time.monotonic() > deadline:
             raise NotServingError("\n".join(["not every instance can be used:", *problems]))
         time.sleep(_PAUSE_S)
 

@@ -55,8 +55,8 @@ class Fleet:
         return next((link.status.model_hash for link in self if link.status is not None), None)
 
     def usable(self, link: InstanceLink) -> bool:
-        """Up, of the same model as the others, and not being drained."""
-        return link.up and not link.draining and self._same_model(link)
+        """Up, with KV that fits the others', and not being drained."""
+        return link.up and not link.draining and self._fits(link)
 
     def can_decode(self, total: int) -> bool:
         """A handle can be taken over by an instance that is up, if not now."""
@@ -114,7 +114,7 @@ class Fleet:
 
     def limits(self) -> Limits | None:
         """What the largest instances could take, whether they are up now or not; None: none has told yet."""
-        known = [link for link in self if link.status is not None and self._same_model(link)]
+        known = [link for link in self if link.status is not None and self._fits(link)]
         sizes = {role: [_tokens(link) for link in known if link.spec.role == role] for role in _ROLES}
         prefill, decode = max(sizes["prefill"], default=0), max(sizes["decode"], default=0)
         alone = max(sizes["unified"], default=0)
@@ -126,7 +126,7 @@ class Fleet:
 
     def could_fit(self, known: int, total: int) -> bool:
         """Is there an instance, up or not, that could compute this?"""
-        told = [link for link in self if link.status is not None and self._same_model(link)]
+        told = [link for link in self if link.status is not None and self._fits(link)]
         return bool(self._choices(told, known, total))
 
     def _usable_decode(self, link: InstanceLink, total: int) -> bool:
@@ -150,8 +150,9 @@ class Fleet:
 
     def _describe(self, link: InstanceLink) -> dict[str, Any]:
         reason = link.reason
-        if link.up and not self._same_model(link):
-            reason = f"model_hash differs from the other instances' {self.model_hash}"
+        misfit = self.misfit(link)
+        if link.up and misfit is not None:
+            reason = misfit
         status = link.status
         return {
             "instance": link.name,
@@ -160,6 +161,7 @@ class Fleet:
             "phase": link.phase,
             "usable": self.usable(link),
             "reason": reason,
+            "misfit": misfit is not None,
             "draining": link.draining,
             "drained": link.draining and link.idle,
             "epoch": status.epoch if status else None,
@@ -174,8 +176,15 @@ class Fleet:
             **{key: link.load.reported.get(key) for key in LOAD_KEYS},  # null: not told since its start
         }
 
-    def _same_model(self, link: InstanceLink) -> bool:
-        return link.status is None or link.status.model_hash == self.model_hash
+    def misfit(self, link: InstanceLink) -> str | None:
+        """The field in which its KV differs from that of the first instance that told; None: it fits."""
+        first = next((other for other in self if other.status is not None), None)
+        if first is None or first.status is None or link.status is None:
+            return None
+        return first.status.layout.mismatch(link.status.layout, first.name)
+
+    def _fits(self, link: InstanceLink) -> bool:
+        return self.misfit(link) is None
 
 
 _ROLES = ("prefill", "decode", "unified")

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from distserve.serving.pace import PrefillPace
 from distserve.serving.schema import LOAD_KEYS
+from distserve.transfer.handle import Layout
 
 LinkPhase = Literal["connecting", "up", "down"]
 
@@ -20,6 +21,7 @@ class InstanceStatus:
     role: str
     epoch: int
     model_hash: str
+    layout: Layout
     max_context: int
     block_size: int
     blocks_total: int
@@ -42,6 +44,7 @@ class InstanceStatus:
             role=str(reply["role"]),
             epoch=int(reply["epoch"]),
             model_hash=str(reply["model_hash"]),
+            layout=Layout.from_wire(reply["layout"]),
             max_context=int(reply["max_context"]),
             block_size=int(reply["block_size"]),
             blocks_total=int(reply["blocks_total"]),

@@ -36,14 +36,16 @@ class Layout:
     def shape(self) -> Shape:
         return Shape(self.tp, self.pp)
 
-    def mismatch(self, other: Layout) -> str | None:
-        """Names the first field in which KV of `other` cannot be used here; tp and pp may differ."""
+    def mismatch(self, other: Layout, name: str = "this instance") -> str | None:
+        """Names the first field in which KV of `other` cannot be used here; tp and pp may differ. `name`: of
+        who has this layout.
+        """
         for field in fields(self):
             if field.name in ("tp", "pp"):
                 continue
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
-                return f"{field.name}={theirs!r}: this instance has {mine!r}"
+                return f"{field.name}={theirs!r}: {name} has {mine!r}"
         return None
 
     def to_wire(self) -> dict[str, Any]:
