@@ -153,7 +153,10 @@ class Placement:
             if node != self.nodes[0]:
                 entry["address"] = f"{node.host}:{node.grpc_port}"
             instances.append(entry)
-        return {"model": self.model, "instances": instances, **(self.orchestrator or {})}
+        values: dict[str, Any] = {"model": self.model, "instances": instances, **(self.orchestrator or {})}
+        if len(self.nodes) > 1 and self.transfer_secret_file is not None:
+            values["transfer_secret_file"] = self.transfer_secret_file
+        return values
 
     def orchestrator_config(self) -> OrchestratorConfig:
         """The same, parsed. Raises `ConfigError`."""
@@ -234,7 +237,7 @@ def _nodes_are_known(placement: Placement, instance: InstancePlan) -> bool:
 
 def _check_orchestrator(document: LocatedYaml, placement: Placement) -> None:
     section = placement.orchestrator or {}
-    for key in ("model", "instances"):
+    for key in ("model", "instances", "transfer_secret_file"):
         if key in section:
             raise ConfigError(
                 document.located(("orchestrator", key), "is the placement's own and cannot be given here")

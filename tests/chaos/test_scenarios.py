@@ -61,6 +61,12 @@ def test_no_request_is_refused_while_another_instance_lives(
 
 
 @pytest.mark.slow
+def test_kv_of_a_dead_and_of_a_slow_decode_instance(two_of_each: Deployment) -> None:
+    counts = run("abandoned-kv", two_of_each).counts
+    assert (counts["refused"], counts["finished"]) == (1, 1)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_orchestrator_stub(two_of_each: Deployment) -> None:
     """Its streams are ended by their clients' deadline; the next requests are served again."""
@@ -72,6 +78,31 @@ def test_a_killed_orchestrator_stub(two_of_each: Deployment) -> None:
 def test_a_killed_rank(tmp_path: Path) -> None:
     with deployed(tmp_path, PARALLEL) as deployment:
         assert run("kill-rank", deployment).counts["refused"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_tritonserver(two_of_each: Deployment) -> None:
+    """Its streams get their error at once; the next requests are served again, at the same address."""
+    counts = run("kill-tritonserver", two_of_each).counts
+    assert counts["refused"] > 0
+    assert counts["refused"] + counts["finished"] == counts.total()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["kv-pressure", "long-output", "long-prompt"])
+def test_requests_that_are_large_for_the_deployment(tmp_path: Path, name: str) -> None:
+    with deployed(tmp_path, scenarios()[name].setting) as deployment:
+        run(name, deployment)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_minutes_of_overload(tmp_path: Path) -> None:
+    with deployed(tmp_path, scenarios()["overload"].setting) as deployment:
+        counts = run("overload", deployment).counts
+    assert counts["refused"] > counts["finished"] > 0
 
 
 @pytest.mark.slow

@@ -190,6 +190,41 @@ def until_events(events: list[str], text: str) -> None:
         time.sleep(0.1)
 
 
+def test_nobody_calls_it_ready_while_nobody_can_decode(served: Deployment) -> None:
+    """Not the orchestrator, not the metrics, not the front end, not the probe of containers; then all do."""
+
+    def said(openai: str) -> set[object]:
+        page = httpx.get(f"http://{served.server.metrics_url}/metrics", timeout=10).text
+        (metric,) = re.findall(r"^distserve_ready\S* (\d)", page, re.MULTILINE)
+        return {
+            served.status()["ready"],
+            metric == "1",
+            httpx.get(f"{openai}/health", timeout=10).json()["ready"],
+            server_problem(served.server.http_url, 10.0) is None,
+        }
+
+    def until_all_say(ready: bool) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while (found := said(openai)) != {ready}:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.2)
+
+    with front_end(served) as openai:
+        until_all_say(True)
+        silent = engines(served, "decode_0")
+        for pid in silent:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            until_all_say(False)
+            with pytest.raises(RequestError, match="UNAVAILABLE"):
+                served.client.complete(prompt(20), timeout_s=60, max_tokens=20, **GREEDY)
+        finally:
+            for pid in silent:
+                os.kill(pid, signal.SIGCONT)
+        until_all_say(True)
+    serves_again(served)
+
+
 def test_a_killed_tritonserver_is_started_again(served: Deployment) -> None:
     end_server(served, signal.SIGKILL, hung_s=60.0)
 

@@ -78,6 +78,10 @@ def test_a_launcher_leaves_the_secret_for_its_user_alone(
         assert found(GRPC) == found("localhost:7") == access
         assert found("127.0.0.1:8") is None
     assert not path.exists()
+    monkeypatch.setenv("DISTSERVE_CACHE", str(path.parent / "file" / "cache"))
+    (path.parent / "file").write_text("")
+    with left_for_tools(GRPC, access):  # nowhere to leave it: the server serves all the same
+        assert found(GRPC) is None
 
 
 def test_servers_of_one_deployment_share_their_keys(zoo: Zoo, tmp_path: Path) -> None:
@@ -89,6 +93,14 @@ def test_servers_of_one_deployment_share_their_keys(zoo: Zoo, tmp_path: Path) ->
         "oversubscribe": True,
         "instances": [{"role": role, "devices": ["cpu:0"]} for role in ("prefill", "decode")],
     }
+    apart = {
+        "nodes": [{"name": "a", "host": "127.0.0.1"}, {"name": "b", "host": "127.0.0.2", "grpc_port": 7}],
+        "instances": [{"role": role, "devices": ["cpu:0"], "node": "b"} for role in ("prefill", "decode")],
+        "transfer_secret_file": str(secret),
+    }
+    generate(parse_placement(yaml.safe_dump({**values, **apart})), tmp_path / "two", machine_check=False)
+    here, there = (access_of(tmp_path / "two" / node) for node in ("a", "b"))  # a: the orchestrator alone
+    assert here == there
     keys = []
     for name, more in (("a", {"transfer_secret_file": str(secret)}), ("b", {})):
         generate(parse_placement(yaml.safe_dump({**values, **more})), tmp_path / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from tritonclient.grpc import model_config_pb2
 from distserve.core.model_config import cache_folder
 from distserve.core.secret_file import read_secret
 from distserve.serving.access import Access
+
+_LOG = logging.getLogger(__name__)
 
 
 def access_of(repository: Path) -> Access:
@@ -45,16 +48,22 @@ def _secret_file(parameter: str) -> str | None:
 
 @contextlib.contextmanager
 def left_for_tools(grpc_url: str, access: Access) -> Iterator[Path]:
-    """While the block runs, `found` finds the secret of the server at `grpc_url` (host:port)."""
+    """While the block runs, `found` finds the secret of the server at `grpc_url` (host:port); if it can be
+    written: the cache may be read-only.
+    """
     path = _file(grpc_url)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)  # of a launcher that was killed; a new file has the rights it is made with
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(access.secret.hex())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)  # of a launcher that was killed; rights are given to new files only
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(access.secret.hex())
+    except OSError as error:
+        _LOG.warning("%s: %s; `distserve apply` needs --secret-file", path, error.strerror)
     try:
         yield path
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def found(grpc_url: str, secret_file: Path | None = None) -> Access | None:

@@ -21,6 +21,8 @@ from distserve_tools.chaos.load import Job, jobs, references
 from distserve_tools.chaos.outcome import Outcome
 
 Wire = dict[str, Any]
+LEASE_S = 10.0  # the engines' default
+_RENEW_S = 0.5
 
 FORGERIES: Mapping[str, Callable[[Wire, random.Random], Wire]] = {
     "nonce": lambda h, rng: {**h, "nonce": rng.randbytes(16)},
@@ -150,6 +152,34 @@ def _forged(trial: _Trial) -> None:
     trial.decode("another request's nonce", {**mixed, "handle": swapped}, refused=True)
     for entry in (mixed, other):
         trial.release(entry)
+
+
+def abandoned_kv(name: str, deployment: Deployment, seed: int) -> Outcome:
+    """KV whose decode instance is dead (nobody renews it) is freed when its lease ends; KV of a slow one
+    (it is renewed all the while) stays for more than a lease, and can be fetched then.
+    """
+    job = Job(jobs(4, seed)[-1].prompt, 24)
+    expected = references(deployment, [job])[job]
+    url, owner = deployment.server.grpc_url, f"chaos-{os.getpid()}-{seed}"
+    with ExitStack() as stack:
+        callers = [
+            stack.enter_context(InstanceCaller(url, instance, owner, deployment.server.access))
+            for instance in ("prefill_0", "decode_0", "decode_1")
+        ]
+        trial = _Trial(deployment, job, expected, callers[0], (callers[1], callers[2]), random.Random(seed))
+        dead, slow = trial.prefilled(), trial.prefilled()
+        began_s, freed_s = time.monotonic(), 0.0
+        while (waited_s := time.monotonic() - began_s) < 1.5 * LEASE_S:
+            trial.prefill.call("renew", ids=[slow["id"]])
+            if not freed_s and trial.prefill.call("status")["leases"] == 1:
+                freed_s = waited_s
+            time.sleep(_RENEW_S)
+        if not 0 < freed_s <= LEASE_S + 2 * _RENEW_S:
+            trial.notes.append(f"KV of a dead decode instance: freed after {freed_s:.1f} s")
+        trial.decode("expired", dead, refused=True)
+        trial.decode("slow", slow, refused=False, at=1)
+    aftermath = settle(deployment, recover(deployment, job, expected, time.monotonic()))
+    return Outcome(name, seed, trial.counts, aftermath, trial.notes, {"freed_after_s": round(freed_s, 1)})
 
 
 def _unsigned(trial: _Trial) -> None:

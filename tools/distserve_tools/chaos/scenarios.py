@@ -9,7 +9,7 @@ from typing import Any
 
 from distserve_tools.chaos import faults, overload, pressure, soak, storm
 from distserve_tools.chaos.deployment import PARALLEL, TWO_OF_EACH, Deployment, Setting
-from distserve_tools.chaos.handles import bad_handles
+from distserve_tools.chaos.handles import abandoned_kv, bad_handles
 from distserve_tools.chaos.load import Expectation
 from distserve_tools.chaos.outcome import Outcome
 from distserve_tools.chaos.shutdown import terminate
@@ -71,6 +71,10 @@ def scenarios(
         "bad-handles": Scenario(
             "stale, forged, reused and foreign handles, straight to decode instances",
             lambda deployment, seed: bad_handles("bad-handles", deployment, seed),
+        ),
+        "abandoned-kv": Scenario(
+            "KV that nobody fetches: freed with its lease, kept while it is renewed",
+            lambda deployment, seed: abandoned_kv("abandoned-kv", deployment, seed),
         ),
         "cancel-storm": Scenario(
             f"{storm_requests} requests cancelled at random moments, transfers slowed",
