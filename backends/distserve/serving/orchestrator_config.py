@@ -70,7 +70,7 @@ class OrchestratorConfig:
     request_log: str | None = None  # a file that gets a line per request (request_log/1); ~ is expanded
     request_log_bytes: int = 64 << 20  # then the file is put aside as <file>.1, .2, ...
     request_log_files: int = 4
-    transfer_secret_file: str | None = None  # of the nodes: their launchers derive the keys of servers from it
+    transfer_secret_file: str | None = None  # of the nodes: keys of servers are derived from it
     lanes: int = 4  # threads that send responses
     cancel_check_s: float = 0.05
 
