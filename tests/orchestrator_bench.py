@@ -180,6 +180,7 @@ def run(
     roles: Sequence[str] = ("prefill", "decode"),
     config: OrchestratorConfig = CONFIG,
     engines: Mapping[str, Mapping[str, Any]] | None = None,
+    groups: Mapping[str, str] | None = None,
     **network: Any,
 ) -> None:
     """Run one scenario on instances named prefill_0, decode_0, decode_1, ..."""
@@ -193,7 +194,7 @@ def run(
             name = f"{role}_{counts.setdefault(role, 0)}"
             counts[role] += 1
             net.add(name, role, **(engines or {}).get(name, {}))
-            specs.append(InstanceSpec(name, role))  # type: ignore[arg-type]
+            specs.append(InstanceSpec(name, role, group=(groups or {}).get(name)))  # type: ignore[arg-type]
         backend = MemoryMetrics()
         metrics = Metrics(backend)
         full = dataclasses.replace(config, instances=tuple(specs))

@@ -56,6 +56,7 @@ class InstancePlan:
     nodes: tuple[str, ...] | None = None  # instead, for one over several nodes: of each rank, as `devices`
     tp: int = 1
     pp: int = 1
+    group: str | None = None  # prefill instances hand over to decode instances of their group (Algorithm 2)
     limits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -150,6 +151,8 @@ class Placement:
         for name, instance in zip(self.names, self.instances, strict=True):
             node = self.node_of(instance)
             entry: dict[str, Any] = {"name": name, "role": instance.role}
+            if instance.group is not None:
+                entry["group"] = instance.group
             if node != self.nodes[0]:
                 entry["address"] = f"{node.host}:{node.grpc_port}"
             instances.append(entry)

@@ -161,3 +161,42 @@ def test_with_one_stage_a_request_decodes_from_the_next_step_on() -> None:
     batch = scheduler.schedule()
     assert batch is not None
     assert batch.num_decodes == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(10, 60), st.integers(0, 40))
+def test_rounds_that_are_skipped_equal_single_steps(
+    lengths: list[tuple[int, int]], stages: int, num_blocks: int, most: int
+) -> None:
+    """`skip(k)` leaves the scheduler as k steps of every micro-batch do, one after the other."""
+    outcomes = []
+    for skipping in (True, False):
+        blocks = CountingBlocks(num_blocks, 16)
+        scheduler = UnifiedScheduler(Limits(8, 64, 32), blocks, "prefill_first", stages)
+        requests = [Request(str(i), p, o) for i, (p, o) in enumerate(lengths)]
+        for request in requests:
+            if blocks_for(request.prompt_len + request.max_tokens, 16) <= num_blocks:
+                scheduler.add(request)
+        flights: deque[Batch] = deque()
+        ended: list[str] = []
+        skipped = 0
+        for _ in range(3000):
+            while len(flights) < stages and (batch := scheduler.schedule()) is not None:
+                flights.append(batch)
+            if not flights:
+                break
+            rounds = min(scheduler.rounds(), most)
+            if rounds:
+                skipped += rounds
+                if skipping:
+                    scheduler.skip(rounds)
+                else:
+                    for _ in range(rounds):
+                        for batch in flights:
+                            assert not scheduler.complete(batch)
+                            assert batch.decode is not None
+                            batch.decode.begin()
+            ended += [request.id for request in scheduler.complete(flights.popleft())]
+        assert blocks.free == num_blocks
+        outcomes.append((ended, skipped, [r.generated for r in requests]))
+    assert outcomes[0] == outcomes[1]

@@ -43,7 +43,7 @@ def test_advance_k_equals_k_single_steps(lengths: list[tuple[int, int]], limit: 
         ended_single += stepping.advance()
     assert [r.id for r in ended] == [r.id for r in ended_single]
     assert skipping.context == stepping.context
-    assert skipping._blocks.free == stepping._blocks.free
+    assert skipping.blocks.free == stepping.blocks.free
     for a, b in zip(skipping.synced(), stepping.synced(), strict=True):
         assert (a.generated, a.computed, a.num_blocks) == (b.generated, b.computed, b.num_blocks)
         assert b.num_blocks == len(b.blocks)
@@ -53,14 +53,14 @@ def test_advance_k_equals_k_single_steps(lengths: list[tuple[int, int]], limit: 
 @given(st.lists(LENGTHS, min_size=1, max_size=10), st.integers(1, 200))
 def test_horizon_is_the_last_step_that_has_its_blocks(lengths: list[tuple[int, int]], spare: int) -> None:
     running = decode_set(lengths, counting=True)
-    running._blocks.free = spare
+    running.blocks.free = spare
     if running.growth() > spare:
         return
     running.begin()
     horizon = running.horizon()
     ended = running.advance(horizon)
-    assert running._blocks.free >= 0
-    assert ended or running.growth() > running._blocks.free
+    assert running.blocks.free >= 0
+    assert ended or running.growth() > running.blocks.free
 
 
 def run_step(

@@ -11,7 +11,7 @@ A step is `begin` (takes the blocks that it writes to), the computation, `advanc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from distserve.core.blocks import BlockPool, blocks_for
 from distserve.core.request import Request
@@ -25,7 +25,7 @@ class DecodeSet:
     def __init__(self, blocks: BlockPool) -> None:
         self.step = 0
         self.context = 0  # tokens in the cache, summed over the set
-        self._blocks = blocks
+        self.blocks = blocks
         self._size = blocks.block_size
         self._running: dict[str, Request] = {}
         self._growing: list[dict[str, Request]] = [{} for _ in range(self._size)]
@@ -96,15 +96,13 @@ class DecodeSet:
 
     def horizon(self) -> int:
         """After `begin`: steps for which the set stays as it is, until the next finish or lack of blocks."""
+        return horizon((self,))
+
+    def until_finish(self) -> int:
+        """Steps to the next finish."""
         while self._finish and self._stale(self._finish[0]):
             heapq.heappop(self._finish)
-        if not self._finish:
-            return NEVER
-        steps = self._finish[0][0] - self.step
-        count = len(self._running)
-        if self._blocks.free >= count * blocks_for(steps, self._size):
-            return steps
-        return min(steps, 1 + self._steps_until_full(count))
+        return self._finish[0][0] - self.step if self._finish else NEVER
 
     def advance(self, steps: int = 1) -> list[Request]:
         """Ends the step begun and runs `steps` - 1 more; `steps` <= `horizon()`.
@@ -113,7 +111,7 @@ class DecodeSet:
         """
         cycles, rest = divmod(steps - 1, self._size)
         if cycles:
-            self._blocks.grow(self._running.values(), cycles)
+            self.blocks.grow(self._running.values(), cycles)
         for step in range(self.step + 1, self.step + 1 + rest):
             self._grow(step)
         self.begun = False
@@ -130,21 +128,35 @@ class DecodeSet:
     def _grow(self, step: int) -> None:
         bucket = self._growing[step % self._size]
         if bucket:
-            self._blocks.grow(bucket.values(), 1)
+            self.blocks.grow(bucket.values(), 1)
 
     def _stale(self, entry: tuple[int, int, Request]) -> bool:
         finish, _, request = entry
         return self._running.get(request.id) is not request or request.finish_step != finish
 
-    def _steps_until_full(self, count: int) -> int:
-        cycles, free = divmod(self._blocks.free, count)
-        steps = cycles * self._size
-        for offset in range(self._size):
-            free -= len(self._growing[(self.step + 1 + offset) % self._size])
-            if free < 0:
-                return steps + offset
-        return steps + self._size
+    def growth_at(self, steps: int) -> int:
+        """Blocks that the step takes which begins after so many more."""
+        return len(self._growing[(self.step + steps) % self._size])
 
     def _bucket(self, request: Request) -> dict[str, Request]:
         # at step s it computes token (computed + s - joined_step); a multiple of the block size needs a block
         return self._growing[(request.joined_step - request.computed) % self._size]
+
+
+def horizon(sets: Sequence[DecodeSet]) -> int:
+    """After `begin` of all: steps of each for which all stay as they are. They share one pool of blocks."""
+    steps = min(one.until_finish() for one in sets)
+    if steps == NEVER:
+        return NEVER
+    blocks = sets[0].blocks
+    count = sum(map(len, sets))
+    if blocks.free >= count * blocks_for(steps, blocks.block_size):
+        return steps
+    cycles, free = divmod(blocks.free, count)
+    full = cycles * blocks.block_size
+    for offset in range(1, blocks.block_size + 1):
+        free -= sum(one.growth_at(offset) for one in sets)
+        if free < 0:
+            break
+        full += 1
+    return min(steps, 1 + full)

@@ -14,7 +14,7 @@ from typing import Protocol
 from distserve.core.batch import Batch, Item
 from distserve.core.blocks import BlockPool, blocks_for
 from distserve.core.config import EngineConfig
-from distserve.core.decode_set import DecodeSet
+from distserve.core.decode_set import DecodeSet, horizon
 from distserve.core.request import Request
 
 
@@ -97,6 +97,11 @@ class ContinuousBatching:
         """Requests in all micro-batches."""
         return sum(map(len, self._sets)) + len(self._ready)
 
+    def credits(self) -> int:
+        """Tokens of prompts that can be taken and start within the next two batches."""
+        free = self.blocks.free * self.blocks.block_size
+        return max(0, min(2 * self.limits.max_batch_tokens, free) - self.waiting_tokens)
+
     def preempted(self) -> list[Request]:
         out, self._preempted = self._preempted, []
         return out
@@ -165,6 +170,22 @@ class ContinuousBatching:
             self.running = self._sets[0]
             return Batch(decode=current)
         return None
+
+    def rounds(self) -> int:
+        """Steps of every micro-batch in flight that `skip` can take: nothing joins, ends or lacks blocks.
+
+        0 while a prompt waits or is in flight, or a micro-batch with requests is not in flight.
+        """
+        sets = [one for one in self._sets if len(one)]
+        settled = not (self.waiting or self._prefilling or self._ready) and all(one.begun for one in sets)
+        return horizon(sets) - 1 if sets and settled else 0
+
+    def skip(self, rounds: int) -> None:
+        """So many steps of every micro-batch have ended, and their next ones have begun."""
+        for one in self._sets:
+            if len(one):
+                one.advance(rounds)
+                one.begin()
 
     def _level(self, current: DecodeSet) -> None:
         """Brings a micro-batch to its share of the decoding requests."""

@@ -11,7 +11,7 @@ from distserve.core.decode_scheduler import DecodeScheduler
 from distserve.engine.inbox import Inbox
 from distserve.engine.ops import Op, Pulled
 from distserve.engine.requests import EngineRequest
-from distserve.engine.roles import Depth, Listener, prefill_credits
+from distserve.engine.roles import Depth, Listener
 from distserve.serving.schema import ErrorCode, ServingError
 from distserve.transfer.errors import TransferError
 from distserve.transfer.handle import Handle
@@ -143,14 +143,13 @@ class DecodeRole:
 
     def depth(self) -> Depth:
         queue = self.scheduler
-        waiting = queue.waiting_tokens
         return Depth(
             queued=len(queue.incoming) + len(queue.waiting),
-            queued_tokens=waiting,
+            queued_tokens=queue.waiting_tokens,
             running=queue.decoding,
             leases=0,
             transfers_pending=len(self._copies),
-            credits=prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting),
+            credits=queue.credits(),
         )
 
     def details(self) -> dict[str, Any]:

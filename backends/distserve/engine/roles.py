@@ -127,17 +127,10 @@ class UnifiedRole:
 
     def depth(self) -> Depth:
         queue = self.scheduler
-        waiting = queue.waiting_tokens
-        credits = prefill_credits(2 * queue.limits.max_batch_tokens, self.blocks, waiting)
-        return Depth(len(queue.waiting), waiting, queue.decoding, 0, 0, credits)
+        return Depth(len(queue.waiting), queue.waiting_tokens, queue.decoding, 0, 0, queue.credits())
 
     def details(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
         pass
-
-
-def prefill_credits(room: int, blocks: BlockManager, waiting_tokens: int) -> int:
-    """Tokens of prefill work that can be taken now, of at most `room`."""
-    return max(0, min(room, blocks.free * blocks.block_size) - waiting_tokens)

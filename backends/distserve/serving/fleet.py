@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distserve.core.config import Role
+from distserve.core.dispatch import choose_decode, choose_prefill
 from distserve.serving.link import InstanceLink
 from distserve.serving.schema import LOAD_KEYS
 
@@ -39,7 +40,7 @@ class Choice:
 
 
 class Fleet:
-    """Links by instance name. Choosing is by least work, nothing else."""
+    """Links by instance name, and which of them can serve what."""
 
     def __init__(self, alone: Alone | None = None) -> None:
         self.links: dict[str, InstanceLink] = {}
@@ -86,31 +87,23 @@ class Fleet:
         return self._choices([link for link in self if self.usable(link)], known, total)
 
     def pick_prefill(self, candidates: Sequence[Choice], known: int, now: float) -> Choice | None:
-        """The candidate with the least tokens of work that can take ``known`` tokens now.
+        """The candidate for a prompt of ``known`` tokens, by `choose_prefill`; None: it has to wait."""
+        free = [choice for choice in candidates if self._avoid.get(choice.link.name, 0.0) <= now]
+        index = choose_prefill(known, (choice.link.prompt_load() for choice in free))
+        return None if index is None else free[index]
 
-        A prompt above the free credits goes only to an instance without work, which then runs it alone; one
-        that is computed in pieces to an instance without another such prompt.
+    def pick_decode(self, total: int, now: float, source: str | None = None) -> InstanceLink | None:
+        """The decode instance on which ``total`` tokens fit, by `choose_decode`; None: there is none now.
+
+        Of the group of ``source``, the prefill instance, while that has a usable one.
         """
-        best: Choice | None = None
-        for choice in candidates:
-            if self._avoid.get(choice.link.name, 0.0) > now or not _has_room(choice.link, known):
-                continue
-            if best is None or _before(choice.link, best.link):
-                best = choice
-        return best
-
-    def pick_decode(self, total: int, now: float) -> InstanceLink | None:
-        """The least loaded decode instance on which ``total`` tokens fit."""
-        best: tuple[float, InstanceLink] | None = None
-        for link in self:
-            if not self._usable_decode(link, total) or self._avoid.get(link.name, 0.0) > now:
-                continue
-            assert link.status is not None
-            running = link.load.reported.get("running", 0) + link.load.reported.get("queued", 0)
-            load = max(len(link.targets), running) / max(1, link.status.max_batch_size)
-            if best is None or load < best[0]:
-                best = (load, link)
-        return best[1] if best else None
+        usable = [link for link in self if self._usable_decode(link, total)]
+        prefill = self.links.get(source) if source is not None else None
+        if prefill is not None and prefill.spec.group is not None:
+            usable = [link for link in usable if link.spec.group == prefill.spec.group] or usable
+        free = [link for link in usable if self._avoid.get(link.name, 0.0) <= now]
+        index = choose_decode(link.decode_load() for link in free)
+        return None if index is None else free[index]
 
     def limits(self) -> Limits | None:
         """What the largest instances could take, whether they are up now or not; None: none has told yet."""
@@ -190,19 +183,5 @@ class Fleet:
 _ROLES = ("prefill", "decode", "unified")
 
 
-def _has_room(link: InstanceLink, known: int) -> bool:
-    load = link.load
-    if link.in_pieces(known):
-        return load.longs == 0 and load.credits > 0
-    return known <= load.credits or (load.credits > 0 and load.outstanding_tokens == 0)
-
-
 def _tokens(link: InstanceLink) -> int:
     return min(link.status.max_context, link.status.pool_tokens) if link.status is not None else 0
-
-
-def _before(one: InstanceLink, other: InstanceLink) -> bool:
-    """Less work ahead; of equals the one with fewer requests, or unified instances that all have an empty
-    prefill queue would leave all the decoding to the first."""
-    mine, theirs = one.load.waiting_tokens, other.load.waiting_tokens
-    return (mine, len(one.targets)) < (theirs, len(other.targets))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from distserve.core.dispatch import DecodeLoad, PromptLoad
 from distserve.serving.instance_client import InstanceClient
 from distserve.serving.link_state import InstanceStatus, LinkPhase, Load, Work
 from distserve.serving.orchestrator_config import InstanceSpec, OrchestratorConfig
@@ -91,6 +92,27 @@ class InstanceLink:
         """The instance lets others overtake a prompt of this length."""
         above = self.status.pieces_above if self.status is not None else None
         return above is not None and prompt_tokens > above
+
+    def prompt_load(self) -> PromptLoad:
+        """For `choose_prefill`. The instance has told its status."""
+        assert self.status is not None
+        load = self.load
+        return PromptLoad(
+            waiting_tokens=load.waiting_tokens,
+            requests=len(self.targets),
+            credits=load.credits,
+            max_batch_tokens=self.status.max_batch_tokens,
+            idle=load.outstanding_tokens == 0,
+            longs=load.longs,
+            pieces_above=self.status.pieces_above,
+        )
+
+    def decode_load(self) -> DecodeLoad:
+        """For `choose_decode`: of our own count and the instance's, which knows of other orchestrators."""
+        assert self.status is not None
+        reported = self.load.reported
+        known = reported.get("running", 0) + reported.get("queued", 0)
+        return DecodeLoad(max(len(self.targets), known), max(1, self.status.max_batch_size))
 
     @property
     def hung_calls(self) -> int:

@@ -17,13 +17,15 @@ class InstanceSpec:
     """One instance: a model of this server, or of the one with its gRPC at ``address`` (host:port).
 
     ``name`` is unique here; the Triton model has the same name unless ``model`` gives another (two servers
-    may both have a ``decode_0``).
+    may both have a ``decode_0``). A prefill instance of a ``group`` hands over to decode instances of that
+    group while one of them is usable (Algorithm 2: their KV does not leave its node).
     """
 
     name: str
     role: Role
     address: str | None = None
     model: str | None = None
+    group: str | None = None
 
     @property
     def triton_model(self) -> str:
@@ -33,6 +35,8 @@ class InstanceSpec:
         for field in ("name", "model"):
             if getattr(self, field) == "":
                 raise ConfigError(f"{field}='': must be the name of a Triton model")
+        if self.group == "":
+            raise ConfigError("group='': must be a name")
         if self.address is not None:
             host, _, port = self.address.rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65536:

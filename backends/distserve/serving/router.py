@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from distserve.core.dispatch import Binding, bind_in_order
 from distserve.core.order import Key, Ordering, insert
 from distserve.serving.fleet import Fleet
 from distserve.serving.link import InstanceLink
@@ -96,37 +97,31 @@ class Router:
             self._handoffs.remove(session)
 
     def dispatch(self, now: float) -> None:
-        """Bind all that can be bound now.
-
-        Nothing overtakes the head of the queue, except that shorter prompts pass one that an instance
-        computes in pieces and that waits for another such prompt to be done.
-        """
+        """Bind all that can be bound now."""
         self._dispatch_handoffs(now)
-        place, left, stuck = 0, 0, False
-        while place < len(self._queue):
-            session = self._queue[place]
-            known = session.known_tokens
-            candidates = self._fleet.candidates(known, session.total_tokens)
-            in_pieces = any(choice.link.in_pieces(known) for choice in candidates)
-            choice = None if in_pieces and stuck else self._fleet.pick_prefill(candidates, known, now)
-            if choice is not None:
-                del self._queue[place]
-                self.waiting_tokens -= known
-                left += known
-                self._without_s.pop(session.number, None)
-                session.start_prefill(choice.link, choice.to_end)
-                continue
-            if candidates and not in_pieces:
-                break
-            stuck = stuck or in_pieces
-            place += 1  # in nobody's way
-        self.drain.left(now, left, not self._queue)
+        before = self.waiting_tokens
+        bind_in_order(self._queue, lambda session, stuck: self._bind(session, stuck, now))
+        self.drain.left(now, before - self.waiting_tokens, not self._queue)
+
+    def _bind(self, session: Session, stuck: bool, now: float) -> Binding:
+        known = session.known_tokens
+        candidates = self._fleet.candidates(known, session.total_tokens)
+        if not candidates:
+            return Binding.PASSED
+        in_pieces = any(choice.link.in_pieces(known) for choice in candidates)
+        choice = None if in_pieces and stuck else self._fleet.pick_prefill(candidates, known, now)
+        if choice is None:
+            return Binding.LONG if in_pieces else Binding.BLOCKS
+        self.waiting_tokens -= known
+        self._without_s.pop(session.number, None)
+        session.start_prefill(choice.link, choice.to_end)
+        return Binding.BOUND
 
     def _dispatch_handoffs(self, now: float) -> None:
         for _ in range(len(self._handoffs)):
             session = self._handoffs.popleft()
             total = session.total_tokens
-            link = self._fleet.pick_decode(total, now)
+            link = self._fleet.pick_decode(total, now, session.instances.get("prefill"))
             if link is not None:
                 self._without_s.pop(session.number, None)
                 session.start_decode(link)

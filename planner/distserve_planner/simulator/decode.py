@@ -20,7 +20,7 @@ class DecodeInstance:
 
     __slots__ = (
         "_batch", "_blocks", "_clock", "_done", "_latency", "_plan", "_pull", "_records", "_rounds", "_span",
-        "busy", "busy_s", "index", "load", "ready", "scheduler",
+        "busy", "busy_s", "index", "kv_tokens", "load", "max_batch_size", "ready", "scheduler",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +34,7 @@ class DecodeInstance:
     ) -> None:
         """pull: moves an admitted request's KV here, from the given time on, and then calls `arrived`."""
         self.index = index
+        self.kv_tokens, self.max_batch_size = spec.kv_tokens, spec.limits.max_batch_size
         self.scheduler = DecodeScheduler(spec.limits, CountingBlocks(spec.num_blocks, spec.block_size))
         self.load = 0  # requests given to this instance that have not ended
         self.busy = False

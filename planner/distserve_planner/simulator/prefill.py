@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from distserve.core.batch import Batch
 from distserve.core.blocks import CountingBlocks
+from distserve.core.dispatch import PromptLoad
 from distserve.core.prefill_scheduler import PrefillScheduler
 from distserve_planner.simulator.clock import Clock
 from distserve_planner.simulator.records import Records, Tracked
@@ -16,8 +17,8 @@ class PrefillInstance:
     """Batches pass the pp stages one behind the other; a longer batch ahead makes a bubble behind it."""
 
     __slots__ = (
-        "_clock", "_latency", "_prefilled", "_records", "_stage_free", "_wants_work", "busy", "busy_s",
-        "index", "scheduler", "work",
+        "_clock", "_latency", "_longs", "_prefilled", "_records", "_requests", "_stage_free", "_wants_work",
+        "busy", "busy_s", "index", "kv_tokens", "scheduler", "work",
     )  # fmt: skip
 
     def __init__(
@@ -31,8 +32,12 @@ class PrefillInstance:
     ) -> None:
         """prefilled: takes a request with its first token. wants_work: called when there is room for more."""
         self.index = index
-        self.scheduler = PrefillScheduler(spec.limits, CountingBlocks(spec.num_blocks, spec.block_size))
-        self.work = 0  # tokens waiting and in computation
+        self.kv_tokens = spec.kv_tokens
+        self.scheduler = PrefillScheduler(
+            spec.limits, CountingBlocks(spec.num_blocks, spec.block_size), spec.ordering
+        )
+        self.work = 0  # tokens of the prompts waiting and in computation,
+        self._requests = self._longs = 0  # their number, and that of those computed in pieces
         self.busy = False  # the first stage
         self.busy_s = 0.0  # of the slowest stage
         self._latency = spec.latency
@@ -42,9 +47,30 @@ class PrefillInstance:
         self._wants_work = wants_work
         self._stage_free = [0.0] * spec.latency.pp
 
+    def in_pieces(self, tokens: int) -> bool:
+        """Others overtake a prompt of this length here."""
+        limits = self.scheduler.limits
+        return limits.prefill_chunk_tokens is not None and tokens > limits.max_batch_tokens
+
+    def prompt_load(self) -> PromptLoad:
+        """For `choose_prefill`."""
+        limits = self.scheduler.limits
+        above = None if limits.prefill_chunk_tokens is None else limits.max_batch_tokens
+        return PromptLoad(
+            self.work,
+            self._requests,
+            self.scheduler.credits(),
+            limits.max_batch_tokens,
+            not self.work,
+            self._longs,
+            above,
+        )
+
     def offer(self, request: Tracked) -> None:
         self.scheduler.add(request)
         self.work += request.prompt_len
+        self._requests += 1
+        self._longs += self.in_pieces(request.prompt_len)
         if not self.busy:
             self.begin()
 
@@ -125,6 +151,8 @@ class PrefillInstance:
             if not request.generated:
                 continue  # a piece of a prompt that goes on
             self.work -= request.prompt_len
+            self._requests -= 1
+            self._longs -= self.in_pieces(request.prompt_len)
             first[request.index] = now  # type: ignore[attr-defined]
             self._prefilled(self, request)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from math import sqrt
 from distserve_planner.instance_latency import InstanceLatency
 
 FIRST_TABLE = 64
-_PROBE_TOKENS = float(1 << 20)  # where the context slope is read off; times are linear in context
+PROBE_TOKENS = float(1 << 20)  # where the context slope is read off; times are linear in context
 
 
 class DecodeRounds:
@@ -76,4 +76,4 @@ class DecodeRounds:
 def _linear(time: object, size: int) -> tuple[float, float]:
     assert callable(time)
     fixed = time(size, 0.0)
-    return fixed, (time(size, _PROBE_TOKENS) - fixed) / _PROBE_TOKENS
+    return fixed, (time(size, PROBE_TOKENS) - fixed) / PROBE_TOKENS

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distserve.core.config import Policy
+from distserve.core.order import Ordering
 from distserve.core.parsing import ConfigError
 from distserve.core.scheduler import Limits
 from distserve_planner.instance_latency import InstanceLatency
@@ -20,6 +21,7 @@ class InstanceSpec:
     num_blocks: int
     limits: Limits
     block_size: int = 16
+    ordering: Ordering = field(default_factory=Ordering)  # of prompts that wait at a prefill instance
     rounds: DecodeRounds = field(init=False, repr=False, compare=False)  # tabulated once for all simulations
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class SystemSpec:
     `prefill` and `decode` (disaggregated; `routes` gives the way for each pair of indices, a missing pair
     moves in no time; `targets` gives the decode instances that a prefill instance may send to, default all),
     `unified` with its `policy`, or only one of `prefill` and `decode`: that phase alone,
-    as `simu_prefill` and `simu_decode` of Algorithm 1.
+    as `simu_prefill` and `simu_decode` of Algorithm 1. `ordering`: of the queue in front of all instances.
     """
 
     prefill: tuple[InstanceSpec, ...] = ()
@@ -61,6 +63,7 @@ class SystemSpec:
     policy: Policy = "prefill_first"
     routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
     targets: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    ordering: Ordering = field(default_factory=Ordering)
 
     def __post_init__(self) -> None:
         if bool(self.unified) == bool(self.prefill or self.decode):

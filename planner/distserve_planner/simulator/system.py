@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import inf
 
+from distserve.core.dispatch import Binding, DecodeLoad, bind_in_order, choose_decode, choose_prefill
+from distserve.core.order import Key, Ordering, insert
 from distserve_planner.simulator.clock import Clock
 from distserve_planner.simulator.decode import DecodeInstance
+from distserve_planner.simulator.pipelined import PipelinedDecode, PipelinedUnified
 from distserve_planner.simulator.prefill import PrefillInstance
 from distserve_planner.simulator.records import Outcome, Records, Tracked
 from distserve_planner.simulator.spec import Route, SystemSpec
@@ -15,15 +18,15 @@ from distserve_planner.simulator.transfer import Links
 from distserve_planner.simulator.unified import UnifiedInstance
 
 _NO_WAY = Route()
+AnyDecode = DecodeInstance | PipelinedDecode
+PromptInstance = PrefillInstance | UnifiedInstance | PipelinedUnified
 
 
 class Simulation:
     """Runs a trace through a system, as far as asked; the same input gives the same result, bit for bit.
 
-    Requests wait in one FCFS queue and are bound late: to the prefill instance with the least work (tokens
-    waiting and in computation) among those that have room for it; a prompt longer than that goes to an idle
-    one. Decode goes to the instance with the fewest requests. Prefill blocks are held until the KV has been
-    pulled.
+    Requests wait in one queue and are bound late, as the orchestrator binds them: both choose by
+    `distserve.core.dispatch`. Prefill blocks are held until the KV has been pulled.
     """
 
     def __init__(
@@ -48,27 +51,42 @@ class Simulation:
         self._stop = 0  # `run` ends when requests before this index have ended
         self._open = 0  # of those, still on their way
         self._ended = bytearray(len(self._arrival))
-        self._queue: deque[Tracked] = deque()
+        self._queue: list[Tracked] = []
+        self._dispatching = self._again = False
         self._holders: dict[str, tuple[PrefillInstance, Tracked]] = {}
-        late = self._dispatch if len(system.prefill) > 1 else None
+        late = self._dispatch if self._needs_queue() else None
         self.prefill = [
             PrefillInstance(i, spec, self.clock, self.records, self._prefilled, late)
             for i, spec in enumerate(system.prefill)
         ]
         self.decode = [
-            DecodeInstance(i, spec, self.clock, self.records, self._pull, self._done)
+            (DecodeInstance if spec.latency.pp == 1 else PipelinedDecode)(
+                i, spec, self.clock, self.records, self._pull, self._done
+            )
             for i, spec in enumerate(system.decode)
         ]
         self.unified = [
-            UnifiedInstance(i, spec, system.policy, self.clock, self.records, self._done)
+            (UnifiedInstance if spec.latency.pp == 1 else PipelinedUnified)(
+                i, spec, system.policy, self.clock, self.records, self._done, late
+            )
             for i, spec in enumerate(system.unified)
         ]
+        self._first: Sequence[PromptInstance] = self.prefill or self.unified
+        self._late = late is not None
         everywhere = range(len(self.decode))
         self._choices = [
             [self.decode[j] for j in system.targets.get(i, everywhere)] for i in range(len(self.prefill))
         ]
-        self._longest_prompt = min((s.kv_tokens for s in system.prefill), default=1 << 60)
-        self._longest = min((s.kv_tokens for s in system.decode + system.unified), default=1 << 60)
+        self._longest_prompt, self._any_prompt = _range(s.kv_tokens for s in system.prefill)
+        self._longest, self._any = _range(s.kv_tokens for s in chain(system.decode, system.unified))
+
+    def _needs_queue(self) -> bool:
+        """Not where the queue of the only instance can stand for it: the order is the same."""
+        system = self.system
+        if len(system.prefill) + len(system.unified) > 1:
+            return True
+        own = [spec.ordering for spec in system.prefill] or [Ordering()]  # unified: first come, first served
+        return own != [system.ordering]
 
     @property
     def arrivals(self) -> int:
@@ -100,23 +118,20 @@ class Simulation:
 
     def _arrive(self, index: int) -> None:
         self._next = index + 1
-        prompt, output = self._input[index], self._output[index]
-        if prompt > self._longest_prompt or prompt + output > self._longest:
+        prompt, output, allowed = self._input[index], self._output[index], self._max_tokens[index]
+        if prompt > self._any_prompt or prompt + allowed > self._any:
             self.records.refused.add(index)
             self._end(index)
             return
-        request = Tracked(str(index), prompt, self._max_tokens[index], self.clock.now, stop_after=output)
+        request = Tracked(str(index), prompt, allowed, self.clock.now, stop_after=output)
         request.index = index
-        if self.prefill:
-            if len(self.prefill) == 1:
-                self.prefill[0].offer(request)  # its own queue is the central one
-            else:
-                self._queue.append(request)
-                self._dispatch()
-        elif self.unified:
-            min(self.unified, key=_load).offer(request)
-        else:
+        if not self._first:
             self._decode_only(request)
+        elif self._late:
+            insert(self._queue, request, self._key)
+            self._dispatch()
+        else:
+            self._first[0].offer(request)
 
     def _decode_only(self, request: Tracked) -> None:
         records = self.records
@@ -129,20 +144,49 @@ class Simulation:
             records.admitted[index] = records.ready[index] = records.finish[index] = now
             self._end(index)
         else:
-            min(self.decode, key=_load).offer(request)
+            self._to_decode(self.decode, request)
 
     def _dispatch(self) -> None:
-        queue = self._queue
-        while queue:
-            best: PrefillInstance | None = None
-            for instance in self.prefill:
-                if best is None or instance.work < best.work:
-                    room = instance.scheduler.credits()
-                    if queue[0].prompt_len <= room or (room > 0 and not instance.work):
-                        best = instance
-            if best is None:
-                return
-            best.offer(queue.popleft())
+        """Binds what can be bound now. An instance that starts a batch meanwhile asks again."""
+        self._again = bool(self._queue)
+        if self._dispatching:
+            return
+        self._dispatching = True
+        while self._again:
+            self._again = False
+            bind_in_order(self._queue, self._bind)
+        self._dispatching = False
+
+    def _bind(self, request: Tracked, stuck: bool) -> Binding:
+        prompt = request.prompt_len
+        instances = self._first
+        if prompt > self._longest_prompt or prompt + request.max_tokens > self._longest:
+            instances = [i for i in instances if self._holds(i, request)]
+        in_pieces = any(instance.in_pieces(prompt) for instance in instances)
+        index = None
+        if not (in_pieces and stuck):
+            index = choose_prefill(prompt, (instance.prompt_load() for instance in instances))
+        if index is None:
+            return Binding.LONG if in_pieces else Binding.BLOCKS
+        instances[index].offer(request)
+        return Binding.BOUND
+
+    def _holds(self, instance: PromptInstance, request: Tracked) -> bool:
+        tokens = request.prompt_len + (0 if self.prefill else request.max_tokens)
+        return instance.kv_tokens >= tokens
+
+    def _key(self, request: Tracked) -> Key:
+        # all requests have the same objective, so what is due first has come first
+        arrival_s = request.arrival_s
+        return self.system.ordering.key(request.priority, request.prompt_len, arrival_s, arrival_s)
+
+    def _to_decode(self, choices: Sequence[AnyDecode], request: Tracked) -> None:
+        if request.prompt_len + request.max_tokens > self._longest:
+            choices = [d for d in choices if d.kv_tokens >= request.prompt_len + request.max_tokens]
+        index = 0
+        if len(choices) > 1:
+            index = choose_decode(DecodeLoad(d.load, d.max_batch_size) for d in choices) or 0
+        choices[index].offer(request)
 
     def _prefilled(self, source: PrefillInstance, request: Tracked) -> None:
         """First token: the request ends here, or goes to a decode instance."""
@@ -166,10 +210,9 @@ class Simulation:
         )
         incoming.index = index
         self._holders[request.id] = (source, request)
-        choices = self._choices[source.index]
-        (choices[0] if len(choices) == 1 else min(choices, key=_load)).offer(incoming)
+        self._to_decode(self._choices[source.index], incoming)
 
-    def _pull(self, target: DecodeInstance, request: Tracked, when: float) -> None:
+    def _pull(self, target: AnyDecode, request: Tracked, when: float) -> None:
         """Moves the KV of an admitted request; `when` may lie ahead of the clock, at the end of a round."""
         self.records.ready[request.index] = when
         holder = self._holders.get(request.id)
@@ -183,7 +226,7 @@ class Simulation:
         self.records.ready[request.index] = arrives
         self.clock.at(arrives, self._pulled, (target, request))
 
-    def _pulled(self, argument: tuple[DecodeInstance, Tracked]) -> None:
+    def _pulled(self, argument: tuple[AnyDecode, Tracked]) -> None:
         target, request = argument
         holder = self._holders.pop(request.id, None)
         if holder is not None:
@@ -201,5 +244,7 @@ class Simulation:
             self._open -= 1
 
 
-def _load(instance: DecodeInstance | UnifiedInstance) -> int:
-    return instance.load
+def _range(pools: Iterable[int]) -> tuple[int, int]:
+    """Tokens that fit on each of some instances, and on some of them."""
+    sizes = list(pools) or [1 << 60]
+    return min(sizes), max(sizes)
