@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from distserve.core.config import Dtype
+from distserve.core.order import Ordering
 from distserve.core.parsing import ConfigError
 from distserve_planner.placement_file import PLACEMENT_SCHEMA, InstancePlan, NodePlan, Placement
 from distserve_planner.search.assignment import Placed
@@ -16,7 +17,13 @@ from distserve_planner.search.problem import Problem
 from distserve_planner.search.result import SearchResult
 from distserve_planner.simulator.spec import InstanceSpec, SystemSpec
 
-_SCHEDULER_LIMITS = ("max_batch_size", "max_batch_tokens", "chunk_tokens", "reserve_tokens")
+_SCHEDULER_LIMITS = (
+    "max_batch_size",
+    "max_batch_tokens",
+    "chunk_tokens",
+    "reserve_tokens",
+    "prefill_chunk_tokens",
+)
 
 
 def placement_of(
@@ -25,22 +32,26 @@ def placement_of(
     """The winner on its devices, with the limits that were simulated and what was predicted.
 
     model: a folder or cache:NAME, as the engines will find it. grpc_port: of the tritonserver of each node
-    but the first, where there are several. Raises `ConfigError` if an instance would span nodes: the runtime
-    keeps an instance on one.
+    but the first, where there are several. Raises `ConfigError` if an instance spans nodes and none is given:
+    rank 0 calls the other nodes there.
     """
     deployment = result.winner.deployment
     spread = [p for p in result.placed if len(p.nodes) > 1]
-    if spread:
+    if spread and grpc_port is None:
         names = ", ".join(problem.cluster.nodes[n].name for n in spread[0].nodes)
         raise ConfigError(
             f"{spread[0].role}_{spread[0].index} (tp={spread[0].shape.tp}, pp={spread[0].shape.pp}) lies on "
-            f"{names}; a placement file describes instances of one node each. Search nodes one at a time "
-            "(--nodes 1) for a placement that can be served"
+            f"{names}; give --grpc-port, at which its nodes call each other"
         )
     used = sorted({node for placed in result.placed for node in placed.nodes})
+    called = {*used[1:], *(node for placed in spread for node in placed.nodes[1:])}
     nodes = tuple(
-        NodePlan(problem.cluster.nodes[n].name, problem.cluster.nodes[n].host, grpc_port if i else None)
-        for i, n in enumerate(used)
+        NodePlan(
+            problem.cluster.nodes[node].name,
+            problem.cluster.nodes[node].host,
+            grpc_port if node in called else None,
+        )
+        for node in used
     )
     instances = tuple(_instance(problem, deployment, placed) for placed in result.placed)
     return Placement(
@@ -50,8 +61,16 @@ def placement_of(
         cast(Dtype, problem.latency.dtype),
         problem.assumptions.block_size,
         nodes,
+        orchestrator=_ordering("scheduling", problem.assumptions.ordering()) or None,
         predicted=predicted(problem, result, workload),
     )
+
+
+def _ordering(key: str, ordering: Ordering) -> dict[str, Any]:
+    """Settings of a queue, of instance or orchestrator; nothing for the default."""
+    if ordering == Ordering():
+        return {}
+    return {key: ordering.order, "ageing_tokens_per_s": ordering.ageing_tokens_per_s}
 
 
 def _instance(problem: Problem, deployment: Deployment, placed: Placed) -> InstancePlan:
@@ -66,26 +85,32 @@ def _instance(problem: Problem, deployment: Deployment, placed: Placed) -> Insta
         "max_batch_size": spec.limits.max_batch_size,
         "max_batch_tokens": spec.limits.max_batch_tokens,
     }
+    if placed.role == "prefill":
+        limits |= _ordering("prefill_order", spec.ordering)
+        if spec.limits.prefill_chunk_tokens is not None:
+            limits["prefill_chunk_tokens"] = spec.limits.prefill_chunk_tokens
     if placed.role != "prefill" and spec.limits.reserve_tokens != 0:
         limits["reserve_tokens"] = spec.limits.reserve_tokens
     if placed.role == "unified":
         limits["policy"] = deployment.policy
         if deployment.policy == "chunked_prefill":
             limits["chunk_tokens"] = spec.limits.chunk_tokens
+    ranks = [(node, device) for node, devices in placed.stages for device in devices]
+    names = tuple(problem.cluster.nodes[node].name for node, _ in ranks)
     return InstancePlan(
         placed.role,
-        tuple(
-            f"{problem.cluster.device_kind}:{device}" for _, devices in placed.stages for device in devices
-        ),
-        node=problem.cluster.nodes[placed.nodes[0]].name,
+        tuple(f"{problem.cluster.device_kind}:{device}" for _, device in ranks),
+        node=names[0] if len(placed.nodes) == 1 else None,
+        nodes=names if len(placed.nodes) > 1 else None,
         tp=placed.shape.tp,
         pp=placed.shape.pp,
+        group=f"pair_{placed.index}" if deployment.paired and deployment.units > 1 else None,
         limits=limits,
     )
 
 
 def with_limits_of(placement: Placement, problem: Problem, system: SystemSpec) -> SystemSpec:
-    """A system with the limits that the placement's instances give, where they give any.
+    """A system with the limits that the placement's instances give, where they give any, and its orders.
 
     So what is simulated is what the engines will admit. Raises `ConfigError` for a limit out of range.
     """
@@ -105,6 +130,7 @@ def with_limits_of(placement: Placement, problem: Problem, system: SystemSpec) -
                 num_blocks=blocks,
                 block_size=placement.block_size,
                 limits=replace(spec.limits, **given),
+                ordering=config.ordering(),
             )
         )
     return replace(
@@ -112,6 +138,7 @@ def with_limits_of(placement: Placement, problem: Problem, system: SystemSpec) -
         prefill=tuple(groups["prefill"]),
         decode=tuple(groups["decode"]),
         unified=tuple(groups["unified"]),
+        ordering=placement.orchestrator_config().ordering(),
     )
 
 

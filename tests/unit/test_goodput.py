@@ -164,3 +164,19 @@ def test_objectives_out_of_range_are_named(values: dict[str, float], message: st
 def test_too_few_requests_for_the_rate_are_an_error() -> None:
     with pytest.raises(ConfigError, match="requests=120: too few"):
         probe(prefill_system(0.1), requests(120), 5.0, Slo(0.3, 1.0), Precision())
+
+
+def test_patience_sees_a_batch_that_grows_slowly() -> None:
+    """Near its limit a decode batch wanders for thousands of requests before TPOT is missed."""
+    degree = Degree(1, (PrefillPiece(0.1, 0.0),), (DecodePiece(0.02, 0.0, 1e-3),))
+    latency = LatencyModel("opt-125m", model_dimensions("opt-125m"), "test", "fp16", (degree,))
+    system = SystemSpec(decode=(InstanceSpec(latency.instance(1), 10_000, Limits(1000, PROMPT)),))
+    count = 12_000
+    gaps = np.random.default_rng(5).standard_exponential(count)
+    trace = Trace(np.cumsum(gaps), np.full(count, 20), np.full(count, 101), "decode")
+    slo, rate = Slo(1.0, 0.2), 8.5
+    hasty = probe(system, Requests(trace), rate, slo, Precision(500, 6000, 500))
+    patient = probe(system, Requests(trace), rate, slo, Precision(500, 6000, 500, patient=True))
+    assert hasty.meets
+    assert not patient.meets
+    assert patient.attainment.requests > hasty.attainment.requests

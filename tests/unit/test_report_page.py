@@ -69,10 +69,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, o
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(effort.Effort, "quick", classmethod(lambda cls: tiny()))
-        output = folder / "numbers.json"
-        with output.open("w") as file:
-            patch.setattr("sys.stdout", file)
-            assert main([*CASE, "-o", str(folder), "--json"]) == 0
+        result, output = folder / "result.json", folder / "numbers.json"
+        searched = ["search", *CASE[1:], "--json"]
+        drawn = ["report", "--result", str(result), "--jobs", "1", "-o", str(folder), "--json"]
+        for words, path in ((searched, result), (drawn, output)):
+            with path.open("w") as file:
+                patch.setattr("sys.stdout", file)
+                assert main(words) == 0
     return folder, json.loads(output.read_text())
 
 
@@ -90,6 +93,52 @@ def test_the_page_has_every_section_and_needs_nothing_else(written: tuple[Path, 
     assert {reference[1:] for reference in tags.references} <= set(tags.ids)
     assert "prefers-color-scheme:dark" in html
     assert 'name="viewport"' in html
+
+
+def test_a_saved_result_is_drawn_as_it_was_found(written: tuple[Path, dict[str, object]]) -> None:
+    found = json.loads((written[0] / "result.json").read_text())
+    search = written[1]["search"]
+    assert isinstance(search, dict)
+    assert search["winner"]["placement"] == found["winner"]["placement"]
+    assert {row["reason"] for row in search["rows"]} == {row["reason"] for row in found["candidates"]}
+    assert search["statistics"]["seconds"] == found["result"]["statistics"]["seconds"]  # not searched again
+
+
+@pytest.mark.parametrize(
+    ("edit", "words", "message"),
+    [
+        ({}, ["--ttft", "0.4"], "--ttft=0.4: "),
+        ({}, ["--objective", "cluster"], "--objective=cluster: the search of --result had its own"),
+        ({"schema": "report/1"}, [], "expected the output of planner search --json"),
+        ({"options": {"modle": "opt-13b"}}, [], "unknown key 'modle'; did you mean 'model'?"),
+        ({"options": {"ttft": 0.4}}, [], "--model: is needed"),
+        ({"result": {"objective": {"kind": "throughput"}}}, [], "objective=throughput: a report needs"),
+        ({"result": {"objective": {"kind": "cluster"}}}, [], "missing key 'problem'"),
+    ],
+)
+def test_a_result_that_cannot_be_drawn_names_the_reason(
+    written: tuple[Path, dict[str, object]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    edit: dict[str, object],
+    words: list[str],
+    message: str,
+) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({**json.loads((written[0] / "result.json").read_text()), **edit}))
+    assert main(["report", "--result", str(file), "-o", str(tmp_path / "out"), *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_result_of_another_problem_is_refused(
+    written: tuple[Path, dict[str, object]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = json.loads((written[0] / "result.json").read_text())
+    found["options"]["tpot"] = 0.11
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(found))
+    assert main(["report", "--result", str(file), "-o", str(tmp_path)]) == 2
+    assert "have changed since this search" in capsys.readouterr().err
 
 
 def test_figures_are_on_the_page_and_in_the_folder(written: tuple[Path, dict[str, object]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from distserve_planner.search.evaluate import evaluate
 from distserve_planner.search.least_devices import least_devices
 from distserve_planner.search.problem import Assumptions, Problem
 from distserve_planner.search.result import Objective, SearchResult
+from distserve_planner.search.result_file import from_values, to_values
 from distserve_planner.search.search import search
 from distserve_planner.search.system_spec import system_spec
 from distserve_planner.search.tasks import DeploymentTask, PhaseTask
@@ -149,6 +151,21 @@ def test_algorithm_1_replicates_each_phase_for_the_rate() -> None:
     combined = combinations(given, phases, per_device=True, keep=1)[0]
     # 3 prefill and 4 decode instances balance: 12 requests/s on 10 devices
     assert combined.predicted / combined.deployment.devices == pytest.approx(1.2)
+
+
+def test_algorithm_1_prefers_numbers_whose_kv_stays_on_a_node() -> None:
+    """5 prefill and 2 decode instances balance best, but the KV of OPT-66B does not pass 25 Gbps cards."""
+    prefill, decode = PhaseTask("prefill", Shape(4, 1)), PhaseTask("decode", Shape(4, 1))
+    phases = {prefill: Goodput(3.0, None, None), decode: Goodput(7.5, None, None)}
+    slow = problem("opt-66b", nodes=4, devices=8)
+    found = combinations(slow, phases, per_device=True, keep=1)[0]
+    assert (found.deployment.prefill, found.deployment.decode) == (Group(Shape(4, 1)), Group(Shape(4, 1)))
+    assert found.predicted == pytest.approx(3.0)
+    fast = problem("opt-66b", nodes=4, devices=8, network=3e11)
+    balanced = combinations(fast, phases, per_device=True, keep=1)[0].deployment
+    assert (balanced.prefill, balanced.decode) == (Group(Shape(4, 1), 5), Group(Shape(4, 1), 2))
+    first = replicas(slow, phases, rate=3.0, keep=2)[0]
+    assert first.predicted >= 3.0
 
 
 def test_least_devices_meets_the_rate_with_both_objectives() -> None:
@@ -286,6 +303,16 @@ def test_winner_becomes_a_placement_that_is_sound(found: SearchResult) -> None:
     assert predicted is not None
     assert predicted["attainment"]["both"] >= 0.9
     assert predicted["slo"] == {"ttft_s": 0.4, "tpot_s": 0.1, "attainment": 0.9}
+
+
+def test_a_result_survives_its_file(found: SearchResult) -> None:
+    given = problem(devices=3)
+    text = json.dumps(to_values(given, found), allow_nan=False)
+    searched, again = from_values(given, json.loads(text), "result.json")
+    assert again == found
+    assert searched.families == given.families
+    with pytest.raises(ConfigError, match=r"result\.json: .* have changed since this search"):
+        from_values(problem(devices=4), json.loads(text), "result.json")
 
 
 def test_worker_errors_reach_the_caller() -> None:

@@ -98,6 +98,10 @@ def test_simulate_under_the_authors_rules(capsys: pytest.CaptureFixture[str]) ->
         (["--unified", "1,1", "--prefill", "1,1", "--rate", "3"], "--unified: either colocated"),
         (["--prefill", "1,1", "--decode", "2:1,1", "--paired", "--rate", "1"], "--paired: needs as many"),
         (["--prefill", "1,1", "--decode", "1,1", "--rate", "3", "--requests", "0"], "--requests=0"),
+        (["--placement", "x.yaml", "--order", "shortest"], "--order=shortest: the placement file says it"),
+        (["--prefill", "1,1", "--decode", "1,1", "--ageing", "5"], "--ageing=5: belongs to --order shortest"),
+        (["--order", "shortest", "--ageing", "0"], "--ageing=0: must be above 0"),
+        (["--prefill-chunk-tokens", "0"], "--prefill-chunk-tokens=0: must be at least 1"),
     ],
 )
 def test_simulate_names_option_and_fix(
@@ -124,6 +128,33 @@ def test_search_saves_a_placement_and_its_repository(
     candidates = found["candidates"]
     assert isinstance(candidates, list)
     assert all(row["reason"] for row in candidates)
+
+
+def test_a_saved_placement_has_the_orders_and_pieces_that_were_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "placement.yaml"
+    rules = ["--order", "shortest", "--ageing", "500", "--prefill-chunk-tokens", "64"]
+    case = [*CASE, "--families", "low", "--objective", "cluster", "--devices-per-node", "4"]
+    found = output(capsys, "search", *case, *rules, "--save", str(saved), "--json")
+    placement = read_placement(saved).placement
+    prefill = placement.engine_config([i.role for i in placement.instances].index("prefill"))
+    assert (prefill.prefill_order, prefill.ageing_tokens_per_s) == ("shortest", 500.0)
+    assert prefill.prefill_chunk_tokens == 64
+    assert placement.orchestrator_config().scheduling == "shortest"
+    pairs = [(i.role, i.group) for i in placement.instances]
+    assert sorted(pairs) == [(r, f"pair_{n}") for r in ("decode", "prefill") for n in (0, 1)]
+    assert [spec.group for spec in placement.orchestrator_config().instances] == [g for _, g in pairs]
+    # what is simulated of the file is what was searched
+    winner = found["winner"]
+    assert isinstance(winner, dict)
+    rate = str(winner["rate_rps"])
+    again = output(capsys, "simulate", *CASE, "--devices-per-node", "4", "--placement", str(saved), "--rate",
+                   rate, "--requests", "2500", "--json")  # fmt: skip
+    assert again["placement"] == winner["placement"]
+    attainment = again["attainment"]
+    assert isinstance(attainment, dict)
+    assert attainment["both"] == pytest.approx(winner["attainment"]["both"], abs=0.01)
 
 
 def test_generate_searches_first_if_asked_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -169,7 +200,7 @@ def test_bench_names_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert "13B ShareGPT" in refusal(capsys, "bench", "table3", "--only", "7B Mystery")
 
 
-@pytest.mark.parametrize("command", ["search", "simulate", "bench"])
+@pytest.mark.parametrize("command", ["search", "simulate", "bench", "generate", "report", "workload"])
 def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
 from distserve_planner.bench.paper import CASES, NVLINK, PaperCase, case_problem
-from distserve_planner.bench.table3 import best_of
+from distserve_planner.bench.table3 import best_of, named
 from distserve_planner.search.problem import Family, Problem
 from distserve_planner.search.result import Objective
-from distserve_planner.search.search import search
+from distserve_planner.search.search import Progress, search
 
 PAPER_ORDER = "DistServe-High >= DistServe-Low > vLLM++ = vLLM"
 VLLM = Shape(4, 1)  # what the paper ran vLLM with for OPT-66B
@@ -31,7 +31,9 @@ def ablation_cases() -> tuple[PaperCase, ...]:
     return tuple(case for case in CASES if case.model == "opt-66b" and case.workload == "sharegpt")
 
 
-def ablation(case: PaperCase, jobs: int, quick: bool = False) -> list[AblationBar]:
+def ablation(
+    case: PaperCase, jobs: int, quick: bool = False, progress: Progress | None = None
+) -> list[AblationBar]:
     """High affinity stands on a cluster whose nodes are joined as fast as devices within one."""
     low = case_problem(case, quick=quick)
     fast = case_problem(case, quick=quick, network=NVLINK)
@@ -50,7 +52,7 @@ def ablation(case: PaperCase, jobs: int, quick: bool = False) -> list[AblationBa
     found: dict[str, tuple[str, float]] = {}
     for name, problem in systems.items():
         try:
-            result = search(problem, Objective("per-device"), jobs)
+            result = search(problem, Objective("per-device"), jobs, named(progress, f"{case.name}, {name}"))
             found[name] = (str(result.winner.deployment), best_of(result))
         except ConfigError as error:
             found[name] = (str(error), 0.0)

@@ -80,7 +80,7 @@ def case_problem(
         Slo(case.ttft_s, case.tpot_s),
         assumptions or Assumptions(),
         Precision(500, 2000, 500) if quick else Precision(),
-        Precision(2000, 6000, 2000) if quick else Precision(4000, 20_000, 4000),
+        Precision(2000, 6000, 2000, patient=True) if quick else Precision(4000, 20_000, 4000, patient=True),
         MemoryRule.simdistserve(),
         latency_model("a100-80g-vllm", case.model),
         families,

@@ -12,7 +12,7 @@ from distserve_planner.search.problem import Assumptions, Problem
 from distserve_planner.search.ranking import Ranked
 from distserve_planner.search.reasons import missed
 from distserve_planner.search.result import Objective, SearchResult
-from distserve_planner.search.search import search
+from distserve_planner.search.search import Progress, search
 from distserve_planner.search.tasks import DeploymentTask
 
 # one switch at a time; the default is what the engine does
@@ -43,9 +43,11 @@ class Table3Row:
         return (a.prefill, a.decode) == (b.prefill, b.decode)
 
 
-def table3_row(case: PaperCase, assumption: str, problem: Problem, jobs: int) -> Table3Row:
+def table3_row(
+    case: PaperCase, assumption: str, problem: Problem, jobs: int, progress: Progress | None = None
+) -> Table3Row:
     """Searches low affinity for the most requests/s per device, then evaluates the paper's choice."""
-    result = search(problem, Objective("per-device"), jobs)
+    result = search(problem, Objective("per-device"), jobs, progress)
     entry = result.winner.entry
     assert entry is not None
     paper = _paper_goodput(problem, case)
@@ -71,6 +73,7 @@ def table3(
     quick: bool = False,
     switches: bool = False,
     done: Callable[[Table3Row], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Table3Row]:
     """All rows under the default assumptions; with `switches` also under each other one."""
     rows = []
@@ -82,10 +85,18 @@ def table3(
             for name, scale in OUTPUT_SCALES.items():
                 problems[name] = case_problem(case, quick=quick, output_scale=scale)
         for name, problem in problems.items():
-            rows.append(table3_row(case, name, problem, jobs))
+            tell = named(progress, f"{case.name}, {name}")
+            rows.append(table3_row(case, name, problem, jobs, tell))
             if done is not None:
                 done(rows[-1])
     return rows
+
+
+def named(progress: Progress | None, what: str) -> Progress | None:
+    """The same, each stage with what is being searched."""
+    if progress is None:
+        return None
+    return lambda stage, done, total: progress(f"{what}: {stage}", done, total)
 
 
 def best_of(result: SearchResult) -> float:

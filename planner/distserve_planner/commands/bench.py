@@ -23,6 +23,8 @@ from distserve_planner.bench.speed import (
     large_search,
 )
 from distserve_planner.bench.table3 import Table3Row, table3
+from distserve_planner.commands_output import bars
+from distserve_planner.search.search import Progress
 
 EXAMPLES = """\
 examples:
@@ -55,8 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs={args.jobs}: must be at least 1")
     jobs = args.jobs or os.cpu_count() or 1
-    checks = {"table3": _table3, "ablation": _ablation, "speed": _speed}
-    rows, table = checks[args.check](args, jobs)
+    if args.check == "speed":
+        rows, table = _speed(args, jobs)
+    else:
+        with bars(Console(stderr=True)) as tell:
+            rows, table = (_table3 if args.check == "table3" else _ablation)(args, jobs, tell)
     if args.json:
         sys.stdout.write(
             json.dumps({"schema": "bench/1", "check": args.check, "rows": rows}, indent=1) + "\n"
@@ -66,18 +71,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table3(args: argparse.Namespace, jobs: int) -> tuple[list[dict[str, Any]], Table]:
+def _table3(args: argparse.Namespace, jobs: int, tell: Progress) -> tuple[list[dict[str, Any]], Table]:
     cases = tuple(case for case in CASES if args.only.lower() in case.name.lower())
     if not cases:
         raise ConfigError(f"--only={args.only}: no row; rows are {', '.join(c.name for c in CASES)}")
-    err = Console(stderr=True)
+    err = Console(stderr=True)  # lines stay, bars do not
 
     def done(row: Table3Row) -> None:
         err.print(
             f"{row.case.name}, {row.assumption}: {row.ours.deployment} ({row.seconds:.0f} s)", highlight=False
         )
 
-    found = table3(cases, jobs, quick=args.quick, switches=args.switches, done=done)
+    found = table3(cases, jobs, quick=args.quick, switches=args.switches, done=done, progress=tell)
     table = Table(
         "row", "assumption", "ours", "req/s/device", "paper's choice", "req/s/device", "it is limited by"
     )
@@ -104,14 +109,14 @@ def _table3(args: argparse.Namespace, jobs: int) -> tuple[list[dict[str, Any]], 
     return rows, table
 
 
-def _ablation(args: argparse.Namespace, jobs: int) -> tuple[list[dict[str, Any]], Table]:
+def _ablation(args: argparse.Namespace, jobs: int, tell: Progress) -> tuple[list[dict[str, Any]], Table]:
     table = Table(
         "objectives", "system", "best placement", "req/s/device", "to Low", caption=f"paper: {PAPER_ORDER}"
     )
     rows = []
     for case in ablation_cases():
         name = f"{case.ttft_s:g} s / {case.tpot_s:g} s"
-        for bar in ablation(case, jobs, args.quick):
+        for bar in ablation(case, jobs, args.quick, tell):
             table.add_row(name, bar.system, bar.placement, f"{bar.rate:.3f}", f"{bar.ratio:.2f}")
             rows.append({"objectives": name, **vars(bar)})
         table.add_section()
@@ -123,7 +128,10 @@ def _speed(args: argparse.Namespace, jobs: int) -> tuple[list[dict[str, Any]], T
     table = Table("search", "seconds", "to theirs", "found")
     rows = []
     exhaustive_engine(problem)  # imports and tables are not what is timed
-    for timing in (exhaustive_engine(problem), exhaustive_rules(problem), bounded_engine(problem)):
+    err = Console(stderr=True)  # a line per search: the thread of a bar would be timed, too
+    for measure in (exhaustive_engine, exhaustive_rules, bounded_engine):
+        timing = measure(problem)
+        err.print(f"{timing.name}: {timing.cpu_s:.2f} s", highlight=False)
         ratio = args.their_cpu_s / timing.cpu_s
         name = f"OPT-13B 1 x 4, {timing.name} (CPU)"
         table.add_row(name, f"{timing.cpu_s:.3f}", f"1/{ratio:.0f}", timing.detail)

@@ -7,6 +7,7 @@ file or a Helm chart.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -16,9 +17,21 @@ from distserve_planner.deployment.settings import Settings
 from distserve_planner.generate import generate
 from distserve_planner.placement_file import default_placement, read_placement
 
+EXAMPLES = """\
+examples:
+  planner generate -o model_repository                              the demo's placement
+  planner generate -p placement.yaml -o repository                  a saved placement, for this machine
+  planner generate -p placement.yaml -o repository --no-machine-check    for another machine
+  planner generate -p placement.yaml -o deployment --target compose in containers
+  planner generate -o repository --search --model cache:smollm2-135m-instruct --device profile.yaml \\
+      --devices-per-node 2 --workload sharegpt --ttft 1 --tpot 0.1  search and repository in one go
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `planner generate`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
     parser.add_argument(
         "-p",
         "--placement",
@@ -34,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for another machine's repository: do not look at this one's devices, memory and models",
     )
     parser.add_argument("--force", action="store_true", help="overwrite generated files that were edited")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.add_argument(
         "--search",
         nargs=argparse.REMAINDER,
@@ -56,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         changed = generate(file, args.output, machine_check, args.force)
     count = len(file.placement.instances)
+    if args.json:
+        written = {"output": str(args.output), "instances": list(file.placement.names), "written": changed}
+        sys.stdout.write(json.dumps({"schema": "generated/1", **written}, indent=1) + "\n")
+        return 0
     state = f"{len(changed)} files written" if changed else "up to date"
     sys.stdout.write(f"{args.output}: {count} instances and the orchestrator; {state}\n")
     return 0
@@ -71,4 +89,5 @@ def _search(args: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(prog="planner generate --search")
     search.add_arguments(parser)
     words = [*args.search, "--generate", str(args.output)]
-    return search.run(parser.parse_args([*words, "--force"] if args.force else words))
+    words += [f"--{name}" for name in ("force", "json") if getattr(args, name)]
+    return search.run(parser.parse_args(words))

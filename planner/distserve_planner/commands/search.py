@@ -18,9 +18,15 @@ from distserve_planner.commands_output import bars, print_diagnosis, slo_line
 from distserve_planner.generate import generate
 from distserve_planner.placement import nodes_and_devices, placement_of, predicted
 from distserve_planner.placement_file import parse_placement
-from distserve_planner.planning_options import add_planning_arguments, families_of, planning_problem
+from distserve_planner.planning_options import (
+    add_planning_arguments,
+    families_of,
+    planning_problem,
+    planning_values,
+)
 from distserve_planner.search.problem import FAMILIES, Problem
 from distserve_planner.search.result import Objective, SearchResult
+from distserve_planner.search.result_file import to_values
 from distserve_planner.search.rules import RulesSettings, authors_memory
 from distserve_planner.search.rules_search import RulesResult, rules_search
 from distserve_planner.search.search import search
@@ -34,6 +40,7 @@ examples:
   planner search --model cache:smollm2-135m-instruct --device profile.yaml --devices-per-node 2 \\
       --workload trace.csv --ttft 1 --tpot 0.1 --objective cluster --save placement.yaml
   planner search ... --save placement.yaml --generate repository     the model repository in one go
+  planner search ... --json > result.json                            for planner report --result
   planner search --rules simdistserve --model opt-13b --device a100-80g --devices-per-node 4 \\
       --workload sharegpt --ttft 0.2 --tpot 0.1                      the authors' search and rules
 
@@ -86,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
     if args.save or args.generate:
         text = placement_of(problem, result, args.model, workload, args.grpc_port).dump()
     if args.json:
-        sys.stdout.write(json.dumps(document(problem, result, workload), indent=1) + "\n")
+        found = {**document(problem, result, workload), "options": planning_values(args)}
+        found["result"] = to_values(problem, result)
+        sys.stdout.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
     else:
         show(problem, result, workload, Console())
     console = Console(stderr=True)
@@ -100,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def document(problem: Problem, result: SearchResult, workload: str) -> dict[str, Any]:
-    """`schema: search/1` for `--json`."""
+    """`schema: search/1` for `--json`, less what `planner report` reads of it."""
     return {
         "schema": "search/1",
         "winner": {

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
-from distserve_planner.commands_output import print_diagnosis, slo_line
+from distserve_planner.commands_output import bars, print_diagnosis, slo_line
 from distserve_planner.goodput import Precision, Requests
 from distserve_planner.placement import figures, with_limits_of
 from distserve_planner.placement_file import read_placement
@@ -96,7 +96,10 @@ def run(args: argparse.Namespace) -> int:
     if args.placement is not None:
         system = with_limits_of(read_placement(args.placement).placement, problem, system)
     precision = Precision(1, args.requests, 500, seed=args.seed)
-    look = diagnose(system, problem.requests, rate, problem.slo, precision)
+    with bars(Console(stderr=True)) as tell:
+        look = diagnose(
+            system, problem.requests, rate, problem.slo, precision, lambda d, n: tell("requests", d, n)
+        )
     if args.json:
         out = {"schema": "simulation/1", "placement": str(deployment), "workload": workload, "rate_rps": rate}
         queues = {
@@ -116,6 +119,10 @@ def _deployment(args: argparse.Namespace) -> Deployment:
             raise ConfigError(
                 "--placement: describes all instances; leave out --prefill, --decode, --unified"
             )
+        for name in ("order", "prefill_chunk_tokens", "max_batch_size", "batch_tokens", "chunk_tokens"):
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}={getattr(args, name)}"
+                raise ConfigError(f"{option}: the placement file says it; change it there")
         return placed_deployment(read_placement(args.placement).placement, str(args.placement))
     if args.unified is not None:
         if args.prefill or args.decode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ GIB = 1 << 30
 LOCAL = Link(1e10, 1e-5)  # between processes of one host, where a profile has no transfer of its own
 
 
-def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, cluster, workload, objectives and assumptions."""
+def add_case_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Model, cluster, workload, objectives and assumptions. required: of those without a default."""
     case = parser.add_argument_group("case")
     case.add_argument(
-        "--model", required=True, help="catalogue name such as opt-13b, a folder, or cache:NAME"
+        "--model", required=required, help="catalogue name such as opt-13b, a folder, or cache:NAME"
     )
     case.add_argument(
         "--device", help="device name such as a100-80g, or a profile file (default: the cluster's)"
@@ -45,11 +46,17 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     case.add_argument("--device-memory-gib", type=float, metavar="GIB", help="default: the device's own")
     case.add_argument(
         "--workload",
-        required=True,
+        required=required,
         help=f"{', '.join(workload_names())}, a workload file (.yaml), or a trace",
     )
-    case.add_argument("--ttft", type=float, required=True, metavar="S", help="TTFT objective in seconds")
-    case.add_argument("--tpot", type=float, required=True, metavar="S", help="TPOT objective in seconds")
+    for name in ("ttft", "tpot"):
+        case.add_argument(
+            f"--{name}",
+            type=float,
+            required=required,
+            metavar="S",
+            help=f"{name.upper()} objective in seconds",
+        )
     case.add_argument("--attainment", type=float, default=0.9, help="share that must meet both (%(default)g)")
     case.add_argument("--seed", type=int, default=0, help="of the simulated requests (%(default)s)")
     rules = parser.add_argument_group("assumptions")
@@ -166,4 +173,17 @@ def placed_deployment(placement: Placement, where: str) -> Deployment:
     missing = [role for role in ("prefill", "decode") if role not in groups]
     if missing:
         raise ConfigError(f"{where}: instances: no {missing[0]} instance; give at least one of each phase")
+    if _in_pairs(placement):
+        segments = max(len(set(placement.rank_nodes(instance))) for instance in placement.instances)
+        return Deployment(
+            "low", replace(groups["prefill"], segments=segments), replace(groups["decode"], segments=segments)
+        )
     return Deployment("high", groups["prefill"], groups["decode"])
+
+
+def _in_pairs(placement: Placement) -> bool:
+    """Each group of instances is one prefill and one decode instance (Algorithm 2)."""
+    members: dict[str | None, list[str]] = {}
+    for instance in placement.instances:
+        members.setdefault(instance.group, []).append(instance.role)
+    return None not in members and all(sorted(roles) == ["decode", "prefill"] for roles in members.values())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from distserve_planner.json_values import plain
 from distserve_planner.report.section import Section
 from distserve_planner.report.systems import Case
 from distserve_planner.search.result import Row
+
+__all__ = ["document", "plain"]
 
 SCHEMA = "report/1"
 
@@ -56,16 +57,3 @@ def _row(row: Row) -> dict[str, Any]:
         "reason": row.reason,
         "attainment": plain(row.entry.at) if row.entry is not None else None,
     }
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses to mappings, tuples to lists; what is not finite to None, since JSON has no word for it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -31,7 +31,7 @@ class Effort:
         return cls(
             "quick",
             Precision(400, 1000, 200, step=0.05),
-            Precision(1000, 2500, 500, step=0.05),
+            Precision(1000, 2500, 500, step=0.05, patient=True),
             trace_requests=12_000,
             curve_points=8,
             curve_requests=700,
@@ -45,7 +45,7 @@ class Effort:
         return cls(
             "full",
             Precision(),
-            Precision(4000, 20_000, 4000),
+            Precision(4000, 20_000, 4000, patient=True),
             trace_requests=60_000,
             curve_points=14,
             curve_requests=3000,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 
 from distserve.core.shapes import Shape
 from distserve_planner.goodput import Goodput
 from distserve_planner.search.assignment import assign
+from distserve_planner.search.bounds import transfer_ceiling
 from distserve_planner.search.candidates import high_hops
 from distserve_planner.search.deployment import Deployment, Group
 from distserve_planner.search.problem import Problem
+from distserve_planner.search.system_spec import kv_routes
 from distserve_planner.search.tasks import PhaseTask
 
 Phases = Mapping[PhaseTask, Goodput]
@@ -36,38 +39,73 @@ def combinations(
 ) -> list[Candidate]:
     """The `keep` best numbers of prefill and decode instances on at most all devices, best first.
 
-    By rate over devices used, or by rate alone. Instances of one phase have one shape, as in the paper.
+    By rate over devices used, or by rate alone. Instances of one phase have one shape, as in the paper; of
+    each pair of shapes the best numbers are kept.
     all_shapes: also those with a lower rate than another of no more devices; they may still be quicker.
+
+    The paper's rate of a combination is the slower phase's. Where KV passes the network it is often less,
+    and other numbers, or other shapes, are best: those that find room on one node.
     """
-    devices = problem.cluster.num_devices
-    prefills = _sized(problem, phases, "prefill", all_shapes)
-    decodes = _sized(problem, phases, "decode", all_shapes)
-    found: list[tuple[float, int, Candidate]] = []
-    for prefill in prefills:
-        for decode in decodes:
-            best: tuple[float, int, Candidate] | None = None
-            for n in range(1, (devices - decode.shape.ranks) // prefill.shape.ranks + 1):
-                left = devices - n * prefill.shape.ranks
-                m = min(max(1, ceil(n * prefill.rate / decode.rate)), left // decode.shape.ranks)
-                for count in {max(1, m - 1), m}:
-                    option = _candidate(prefill, n, decode, count)
-                    used = option.deployment.devices
-                    score = option.predicted / used if per_device else option.predicted
-                    key = (score, -used)
-                    if best is None or key > best[:2]:
-                        best = (score, -used, option)
-            if best is not None:
-                found.append(best)
-    found.sort(key=lambda item: (-item[0], -item[1], str(item[2].deployment)))
-    fitting = (item[2] for item in found if assign(item[2].deployment, problem.cluster) is not None)
-    return [candidate for candidate, _ in zip(fitting, range(keep), strict=False)]
+    options = _options(
+        problem.cluster.num_devices,
+        _sized(problem, phases, "prefill", all_shapes),
+        _sized(problem, phases, "decode", all_shapes),
+    )
+
+    def score(candidate: Candidate) -> tuple[float, int]:
+        used = candidate.deployment.devices
+        return (candidate.predicted / used if per_device else candidate.predicted), -used
+
+    options.sort(key=lambda c: str(c.deployment))
+    options.sort(key=score, reverse=True)
+    best: dict[tuple[Shape, Shape], tuple[tuple[float, int], Candidate]] = {}
+    worst_kept = (0.0, 0)
+    for option in options:  # optimistic scores: once all are below what is kept, nothing can change
+        if score(option) <= worst_kept:
+            break
+        assert option.deployment.prefill is not None
+        assert option.deployment.decode is not None
+        pair = option.deployment.prefill.shape, option.deployment.decode.shape
+        if pair in best and best[pair][0] >= score(option):
+            continue
+        candidate = _with_transfer(problem, option)
+        if candidate is None or (pair in best and best[pair][0] >= score(candidate)):
+            continue
+        best[pair] = score(candidate), candidate
+        if len(best) >= keep:
+            worst_kept = sorted((kept for kept, _ in best.values()), reverse=True)[keep - 1]
+    found = sorted(best.values(), key=lambda item: (-item[0][0], -item[0][1], str(item[1].deployment)))
+    return [candidate for _, candidate in found[:keep]]
+
+
+def _options(devices: int, prefills: Sequence[_Sized], decodes: Sequence[_Sized]) -> list[Candidate]:
+    """Balanced numbers of each pair of shapes, transfer aside."""
+    found = []
+    for prefill, decode in product(prefills, decodes):
+        for n in range(1, (devices - decode.shape.ranks) // prefill.shape.ranks + 1):
+            left = devices - n * prefill.shape.ranks
+            m = min(max(1, ceil(n * prefill.rate / decode.rate)), left // decode.shape.ranks)
+            found += [_candidate(prefill, n, decode, count) for count in {max(1, m - 1), m}]
+    return found
+
+
+def _with_transfer(problem: Problem, candidate: Candidate) -> Candidate | None:
+    """With the rate that the links allow, too; None if it has no place on the cluster."""
+    deployment = candidate.deployment
+    placed = assign(deployment, problem.cluster)
+    if placed is None:
+        return None
+    if problem.assumptions.transfer == "free":
+        return candidate
+    limit = transfer_ceiling(problem, kv_routes(problem, deployment, placed))
+    return Candidate(deployment, min(candidate.predicted, limit))
 
 
 def replicas(problem: Problem, phases: Phases, rate: float, keep: int) -> list[Candidate]:
     """n = ceil(R / goodput) of each phase, the fewest devices first (last lines of Algorithm 1).
 
     Differs from the paper where rounding up matters: the shape is chosen by devices needed for R, not by
-    goodput per device before rounding.
+    goodput per device before rounding. Combinations whose KV the links carry at R go before others.
     """
     sized = []
     for role in ("prefill", "decode"):
@@ -77,8 +115,9 @@ def replicas(problem: Problem, phases: Phases, rate: float, keep: int) -> list[C
         ]
         options.sort(key=lambda option: (option[0], option[1], option[2].shape.pp))
         sized.append(options[:keep])
-    combined = [_candidate(p[2], p[3], d[2], d[3]) for p in sized[0] for d in sized[1]]
-    combined.sort(key=lambda c: (c.deployment.devices, -c.predicted))
+    pairs = (_with_transfer(problem, _candidate(p[2], p[3], d[2], d[3])) for p, d in product(*sized))
+    combined = [candidate for candidate in pairs if candidate is not None]
+    combined.sort(key=lambda c: (c.predicted < rate, c.deployment.devices, -c.predicted))
     return combined[:keep]
 
 

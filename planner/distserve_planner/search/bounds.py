@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
 from distserve_planner.search.problem import Problem
-from distserve_planner.simulator.spec import InstanceSpec, SystemSpec
+from distserve_planner.simulator.spec import InstanceSpec, Route, SystemSpec
 
 # A tenth of the requests may miss TPOT, so the mean round may be longer than the objective.
 TPOT_SLACK = 1.25
+# Dispatch by load sends less over a link on which requests wait than equal shares for all would.
+TRANSFER_SLACK = 1.25
 
 
 def prefill_ceiling(problem: Problem, spec: InstanceSpec) -> float:
@@ -50,4 +53,22 @@ def system_ceiling(problem: Problem, system: SystemSpec) -> float:
     if system.unified:
         return total
     prefill = sum(prefill_ceiling(problem, spec) for spec in system.prefill) or inf
+    prefill = min(prefill, transfer_ceiling(problem, system.routes))
     return min(prefill, sum(decode_ceiling(problem, spec) for spec in system.decode) or inf)
+
+
+def transfer_ceiling(problem: Problem, routes: Mapping[tuple[int, int], Route]) -> float:
+    """Requests per second at which the busiest port is busy all the time, all pairs sending alike.
+
+    The KV of a request of OPT-66B is seconds of a 25 Gbps card: without this, the rates of phases alone
+    promise three times what instances on different nodes can do.
+    """
+    senders = {source for source, _ in routes}
+    load_s: dict[int, float] = {}
+    for (source, _), route in routes.items():
+        share = 1 / (len(senders) * sum(other == source for other, _ in routes))
+        took = route.latency_s + route.s_per_token * problem.requests.mean_input
+        for port in route.ports:
+            load_s[port] = load_s.get(port, 0.0) + share * took
+    busiest = max(load_s.values(), default=0.0)
+    return TRANSFER_SLACK / busiest if busiest else inf

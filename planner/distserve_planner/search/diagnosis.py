@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from distserve_planner.slo import Attainment, Slo, attainment
 
 PERCENTILES = (50, 90, 95, 99)
 QUEUE_SAMPLES = 48
+PROGRESS_REQUESTS = 500
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,25 @@ class Diagnosis:
 
 
 def diagnose(
-    system: SystemSpec, requests: Requests, rate: float, slo: Slo, precision: Precision
+    system: SystemSpec,
+    requests: Requests,
+    rate: float,
+    slo: Slo,
+    precision: Precision,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Diagnosis:
-    """Simulates `precision.max_requests` (or what the trace has) between warm-up and cool-down."""
+    """Simulates `precision.max_requests` (or what the trace has) between warm-up and cool-down.
+
+    progress: told how many requests of how many have ended.
+    """
     warm_up = warm_up_requests(requests, rate, slo)
     count = max(1, most_requests(requests, warm_up, precision))
     warm_up = min(warm_up, max(0, (len(requests) - count) // 2))
     run = requests.simulation(system, rate, 2 * warm_up + count)
+    if progress is not None:
+        for done in range(0, warm_up + count, PROGRESS_REQUESTS):
+            run.run(done)
+            progress(done, warm_up + count)
     run.run(warm_up + count)
     outcome = run.outcome(warm_up, warm_up + count)
     used = usage(run, outcome, requests.inputs[warm_up : warm_up + count])

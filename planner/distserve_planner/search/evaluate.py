@@ -76,7 +76,8 @@ def phase_ceiling(problem: Problem, task: PhaseTask) -> float:
 
 def _phase(problem: Problem, task: PhaseTask) -> Goodput:
     spec = problem.instance(task.shape, cross_hops=task.cross_hops)
-    system = SystemSpec(prefill=(spec,)) if task.role == "prefill" else SystemSpec(decode=(spec,))
+    prefill = task.role == "prefill"
+    system = SystemSpec(prefill=(spec,), ordering=spec.ordering) if prefill else SystemSpec(decode=(spec,))
     return goodput(
         system,
         problem.requests,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distserve.core.model_config import ModelConfig
+from distserve.core.order import Order, Ordering
 from distserve.core.parsing import ConfigError
 from distserve.core.scheduler import Limits
 from distserve.core.shapes import Shape
@@ -33,6 +34,9 @@ class Assumptions:
     max_tokens: what clients allow; default: exactly what each request generates.
     chunk_tokens: budgets to try for chunked prefill.
     batch_tokens: `Lm`; default: from the latency model, per tp.
+    order, ageing_tokens_per_s: of waiting prompts, in front of the instances and at them (see
+    `distserve.core.order.Ordering`).
+    prefill_chunk_tokens: pieces in which prefill instances compute prompts above `Lm`; default: whole.
     """
 
     hop: Literal["network", "free"] = "network"
@@ -44,13 +48,22 @@ class Assumptions:
     batch_tokens: int | None = None
     chunk_tokens: tuple[int, ...] = (256, 512, 1024)
     block_size: int = 16
+    order: Order = "fcfs"
+    ageing_tokens_per_s: float = 1000.0
+    prefill_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("max_batch_size", "block_size", "prefill_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+        self.ordering()
         if not self.chunk_tokens:
             raise ConfigError("chunk_tokens=[]: at least one budget is needed")
+
+    def ordering(self) -> Ordering:
+        """Of waiting prompts. Raises `ConfigError`."""
+        return Ordering(self.order, self.ageing_tokens_per_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +80,7 @@ class Problem:
     slo: Slo
     assumptions: Assumptions = field(default_factory=Assumptions)
     precision: Precision = field(default_factory=Precision)
-    long_precision: Precision = field(default_factory=lambda: Precision(4000, 20_000, 4000))
+    long_precision: Precision = field(default_factory=lambda: Precision(4000, 20_000, 4000, patient=True))
     memory: MemoryRule = field(default_factory=MemoryRule)
     unified_latency: LatencyModel | None = None
     families: tuple[Family, ...] = FAMILIES
@@ -111,9 +124,10 @@ class Problem:
             max_batch_tokens=rules.batch_tokens or latency.lm_tokens,
             chunk_tokens=chunk_tokens or rules.chunk_tokens[0],
             reserve_tokens=self.reserve_tokens,
+            prefill_chunk_tokens=rules.prefill_chunk_tokens,
         )
         blocks = self.kv_tokens(shape) // rules.block_size
-        return InstanceSpec(latency, blocks, limits, rules.block_size)
+        return InstanceSpec(latency, blocks, limits, rules.block_size, rules.ordering())
 
     @property
     def reserve_tokens(self) -> int | None:

@@ -15,7 +15,7 @@ def reason(entry: Ranked, slo: Slo, best: float, diagnosis: Diagnosis | None = N
     devices = entry.deployment.devices
     if not entry.tried:
         return (
-            f"cannot win: its phases alone reach {entry.bound / devices:.3g} req/s/device at most, "
+            f"cannot win: its phases and links alone reach {entry.bound / devices:.3g} req/s/device at most, "
             f"the best has {best:.3g}"
         )
     if entry.lone is not None:

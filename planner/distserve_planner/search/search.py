@@ -24,6 +24,7 @@ from distserve_planner.search.ranking import Ranked, rank
 from distserve_planner.search.reach import check_reachable
 from distserve_planner.search.reasons import missed, reason
 from distserve_planner.search.result import Objective, Row, SearchResult, Statistics
+from distserve_planner.search.result_file import best_by_family
 from distserve_planner.search.tasks import DiagnosisTask, OfflineResult, OfflineTask, ScaleResult, ScaleTask
 from distserve_planner.search.unified import bounded_unified
 from distserve_planner.search.workers import Workers
@@ -66,9 +67,6 @@ def search(
     winner = next(row for row in rows if row.deployment == best[0].deployment)
     placed = assign(winner.deployment, problem.cluster)
     assert placed is not None
-    family_best: dict[Family, Row] = {}
-    for row in sorted(rows, key=lambda r: -r.score):
-        family_best.setdefault(row.deployment.family, row)
     statistics = Statistics(
         len(available.fitting),
         len(run.phases),
@@ -83,7 +81,7 @@ def search(
         placed,
         diagnosis,
         tuple(rows),
-        family_best,
+        best_by_family(tuple(rows)),
         available,
         statistics,
         run.notes(winner),

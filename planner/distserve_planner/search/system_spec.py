@@ -22,15 +22,33 @@ def system_spec(problem: Problem, deployment: Deployment, placed: Sequence[Place
     specs = {
         role: tuple(_instance(problem, deployment, p) for p in members) for role, members in by_role.items()
     }
-    prefill, decode = by_role["prefill"], by_role["decode"]
     routes = {}
     if problem.assumptions.transfer == "network":
-        for source in prefill:
-            for target in decode:
-                if not deployment.paired or source.index == target.index:
-                    routes[source.index, target.index] = route(problem, source, target)
-    targets = {p.index: (p.index,) for p in prefill} if deployment.paired else {}
-    return SystemSpec(specs["prefill"], specs["decode"], specs["unified"], deployment.policy, routes, targets)
+        routes = kv_routes(problem, deployment, placed)
+    targets = {p.index: (p.index,) for p in by_role["prefill"]} if deployment.paired else {}
+    return SystemSpec(
+        specs["prefill"],
+        specs["decode"],
+        specs["unified"],
+        deployment.policy,
+        routes,
+        targets,
+        problem.assumptions.ordering(),
+    )
+
+
+def kv_routes(
+    problem: Problem, deployment: Deployment, placed: Sequence[Placed]
+) -> dict[tuple[int, int], Route]:
+    """The way of KV for each prefill and decode instance that may meet, by their indices."""
+    return {
+        (source.index, target.index): route(problem, source, target)
+        for source in placed
+        for target in placed
+        if source.role == "prefill"
+        and target.role == "decode"
+        and (not deployment.paired or source.index == target.index)
+    }
 
 
 def _instance(problem: Problem, deployment: Deployment, placed: Placed) -> InstanceSpec:
