@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -34,14 +35,17 @@ from distserve_tools.testbed.replay_server import replay_server
 PROMPT_TOKENS = 128
 LONE_GAP_S = 0.05
 TIMEOUT_S = 120.0
-TABLE_WIDTH = 150
+TABLE_WIDTH = 170
 SUSTAINED_SHARE = 0.97  # of the offered tokens/s
 SUSTAINED_AGE_S = 0.1  # P99, from the engine's event to the client
 
 
 @dataclass(frozen=True)
 class OrchestratorLoad:
-    """One run. Ages: from the making of a token in the engine process to its arrival at the client."""
+    """One run. Ages: from the making of a token in the engine process to its arrival at the client.
+
+    ITL added: time between two messages of a stream at the client, less that between steps of the engine.
+    """
 
     orchestrators: int
     text: bool
@@ -51,6 +55,7 @@ class OrchestratorLoad:
     tokens_per_message: float
     ttft_s: dict[str, float]
     age_s: dict[str, float]
+    itl_added_s: dict[str, float] | None  # None: one token each
     cpu_us_per_token: dict[str, float]  # by part
     other_processes_cores: float
 
@@ -187,6 +192,7 @@ def _result(
 ) -> OrchestratorLoad:
     tokens = sum(r.output_tokens for r in records)
     messages = sum(len(r.token_s) for r in records)
+    gaps = np.concatenate([np.diff(r.token_s) for r in records])
     begin, end = min(r.token_s[0] for r in records), max(r.token_s[-1] for r in records)
     return OrchestratorLoad(
         orchestrators=orchestrators,
@@ -197,12 +203,13 @@ def _result(
         tokens_per_message=tokens / messages,
         ttft_s=_percentiles([r.ttft_s for r in records]),
         age_s=_percentiles(ages),
+        itl_added_s=_percentiles(gaps - streams / offered) if len(gaps) else None,
         cpu_us_per_token={part: 1e6 * cpu.parts[part] / tokens for part in PARTS},
         other_processes_cores=cpu.others / cpu.wall if cpu.wall else 0.0,
     )
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
+def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)}
 
 
@@ -218,6 +225,7 @@ def result_table(results: Sequence[OrchestratorLoad]) -> Table:
         "per message",
         "TTFT p50/p99 (ms)",
         "age p50/p99 (ms)",
+        "ITL added p50/p99 (ms)",
         "orchestrator us/token",
         "everything us/token",
         "others (cores)",
@@ -233,6 +241,7 @@ def result_table(results: Sequence[OrchestratorLoad]) -> Table:
             f"{r.tokens_per_message:.2f}",
             f"{1e3 * r.ttft_s['p50']:.1f} / {1e3 * r.ttft_s['p99']:.1f}",
             f"{1e3 * r.age_s['p50']:.2f} / {1e3 * r.age_s['p99']:.2f}",
+            f"{1e3 * r.itl_added_s['p50']:.2f} / {1e3 * r.itl_added_s['p99']:.2f}" if r.itl_added_s else "-",
             f"{r.cpu_us_per_token[ORCHESTRATOR]:.0f}",
             f"{sum(r.cpu_us_per_token.values()):.0f}",
             f"{r.other_processes_cores:.2f}",
