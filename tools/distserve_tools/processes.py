@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
+_LEAST_CHOICE = 1000
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,17 @@ def wait_gone(processes: set[ProcessId], timeout_s: float) -> set[ProcessId]:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Distinct TCP ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            sock = stack.enter_context(socket.socket())
-            sock.bind((host, 0))
-            ports.append(int(sock.getsockname()[1]))
-        return ports
+    """Distinct TCP ports that were free a moment ago.
+
+    Below those that the kernel gives to outgoing connections: one of them may take a port that a server wants
+    to have back when it is started again.
+    """
+    lowest_outgoing = int(_PORT_RANGE.read_text().split()[0])
+    below = range(_LOWEST_PORT, lowest_outgoing)
+    if len(below) < _LEAST_CHOICE:
+        below = range(_LOWEST_PORT, 1 << 16)
+    tried = iter(random.SystemRandom().sample(below, len(below)))
+    return [next(port for port in tried if port_is_free(port, host)) for _ in range(count)]
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:

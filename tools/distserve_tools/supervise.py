@@ -39,13 +39,13 @@ class _BackOff:
     in_succession: int = 0
     pause_s: float = 0.0
     not_before_s: float = 0.0
-    began_s: float = 0.0  # of the life that the last restart gave
+    began_s: float | None = None  # when the last restart was done, or had failed
 
     def due(self, now: float) -> bool:
         """If it is: another restart begins."""
         if now < self.not_before_s:
             return False
-        stable = now - self.began_s > _STABLE_S
+        stable = self.began_s is None or now - self.began_s > _STABLE_S
         self.in_succession = 1 if stable else self.in_succession + 1
         self.pause_s = min(_FIRST_PAUSE_S * 2 ** (self.in_succession - 1), _LONGEST_PAUSE_S)
         self.not_before_s = now + self.pause_s
@@ -144,14 +144,15 @@ class Supervisor:
                 return False
             self._on_event(f"{name}: its stub process died; loading the model again")
             control.reload(server.repository, name, watched.restarts)
-            watched.began_s = time.monotonic()
             self._after_load(name)
         except Exception as error:
+            watched.began_s = time.monotonic()
             if not self._stop.is_set() and server.alive():
                 self._on_event(f"{name}: {error}; trying again in {watched.pause_s:.0f} s")
                 if isinstance(error, ModelControlError) and error.silent:
                     self._kill("neither loads the model nor refuses to")
             return False
+        watched.began_s = time.monotonic()
         self._on_event(f"{name}: loaded again ({watched.began_s - now:.1f} s)")
         return True
 
@@ -185,6 +186,7 @@ class Supervisor:
         try:
             server.revive(with_what_loads=starts.in_succession > STARTS_WITH_ALL)
         except ServerStartError as error:
+            starts.began_s = time.monotonic()
             if not self._stop.is_set():
                 self._on_event(f"tritonserver: {error}; trying again in {starts.pause_s:.0f} s")
             return

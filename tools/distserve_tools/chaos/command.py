@@ -9,10 +9,13 @@ left.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from rich.console import Console
 
 from distserve.core.parsing import ConfigError, nearest
 from distserve_tools.chaos.deployment import deployed
+from distserve_tools.chaos.invariants import Aftermath
 from distserve_tools.chaos.outcome import Outcome, outcome_table
 from distserve_tools.chaos.scenarios import (
     OVERLOAD_S,
@@ -83,14 +87,26 @@ def run_all(chosen: dict[str, Scenario], seed: int, folder: Path, lines: StepLin
         for name, scenario in chosen.items():
             lines.say(f"{name}: {scenario.summary}")
             if scenario.alone is not None:
-                yield scenario.alone(folder / name, seed)
+                yield _outcome(name, seed, functools.partial(scenario.alone, folder / name, seed))
                 continue
             if served != scenario.setting:
                 stack.close()
                 deployment = stack.enter_context(deployed(folder / f"server-{name}", scenario.setting))
                 served = scenario.setting
             assert scenario.run is not None
-            yield scenario.run(deployment, seed)
+            yield _outcome(name, seed, functools.partial(scenario.run, deployment, seed))
+
+
+def _outcome(name: str, seed: int, run: Callable[[], Outcome]) -> Outcome:
+    """A scenario that breaks off has failed; the others are run all the same."""
+    try:
+        return run()
+    except START_ERRORS:
+        raise
+    except Exception as error:
+        sys.stderr.write(traceback.format_exc())
+        aftermath = Aftermath(0.0, 0, (f"broken off: {error!r}",))
+        return Outcome(name, seed, Counter({"lost": 1}), aftermath)
 
 
 @contextmanager
