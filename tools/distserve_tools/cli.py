@@ -12,6 +12,11 @@ COMMANDS = (
     Command(
         "profile", "distserve_tools.profile_engine", "measure this device and fit the planner's latency model"
     ),
+    Command(
+        "device-check",
+        "distserve_tools.device_check.command",
+        "kernels, engine, transfers and a server on one GPU, beside what it could do",
+    ),
     Command("bench engine", "distserve_tools.bench_engine", "this engine beside transformers and vLLM"),
     Command("bench executor", "distserve_tools.bench_executor", "plan and collectives of two ranks"),
     Command("bench serve", "distserve_tools.load.bench_serve", "load a running server, or find its goodput"),
