@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import model_zoo
 from dense_attention import DenseAttention
+from distserve.core.model_config import ModelConfig
 from distserve.models.base import Model
 from distserve.models.fingerprint import model_fingerprint
 from distserve.models.loader import Checkpoint
-from distserve.models.registry import load_model
+from distserve.models.registry import build_model, load_model
 from distserve.models.weights import ModelLoadError
 from distserve.worker.parallel import ParallelGroup
 from model_zoo import Zoo, make_checkpoint
@@ -233,3 +236,68 @@ def test_fingerprint_of_a_damaged_file(copy: Callable[[str], Path]) -> None:
         (folder / WEIGHTS).write_bytes(content)
         with pytest.raises(ModelLoadError, match="not a readable safetensors file"):
             model_fingerprint(folder)
+
+
+MEASURE_LOAD = """
+import sys, threading, time
+import torch
+from distserve.models.registry import load_model
+from distserve.worker.parallel import ParallelGroup
+
+def anonymous():  # what is not a mapped file, which the system can drop
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+
+def sample():
+    while not ended.wait(0.001):
+        peak[0] = max(peak[0], anonymous())
+
+torch.set_num_threads(1)
+before = anonymous()
+peak, ended = [before], threading.Event()
+thread = threading.Thread(target=sample)
+thread.start()
+model = load_model(sys.argv[1], ParallelGroup(), None, getattr(torch, sys.argv[2]), "cpu", "off")
+ended.set()
+thread.join()
+print(peak[0] - before, anonymous() - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_load_takes_no_more_host_memory_than_its_weights_and_a_tensor(tmp_path: Path, dtype: str) -> None:
+    """Weights in one plain copy, as on a GPU, from a checkpoint in fp32."""
+    sizes = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 4}
+    folder = make_checkpoint(tmp_path / "m", "llama", max_shard_size="40MB", overrides=sizes).folder
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    itemsize = getattr(torch, dtype).itemsize
+    weights = ModelConfig.load(folder).param_count() * itemsize
+    largest = 2 * 8192 * 512 * itemsize  # gate and up, which are one matrix here
+    command = [sys.executable, "-c", MEASURE_LOAD, str(folder), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    peak, kept = map(int, done.stdout.split())
+    assert 0.9 * weights < kept < weights + (24 << 20)
+    assert peak < weights + 2 * largest + (24 << 20) < 1.8 * weights
+
+
+def test_a_long_load_tells_how_far_it_is(zoo: Zoo) -> None:
+    from distserve.models.progress import ReportedSource
+
+    now, seen = [0.0], []
+
+    class Slow(Checkpoint):
+        def read(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            now[0] += 1.5
+            return super().read(*args, **kwargs)
+
+    config = ModelConfig.load(zoo("llama").folder)
+    with Slow(zoo("llama").folder) as weights:
+        source = ReportedSource(
+            weights, config.param_count(), lambda *told: seen.append(told), 5.0, lambda: now[0]
+        )
+        build_model(config, ParallelGroup(), None, torch.float32, "cpu", source)
+    assert [round(seconds) for _, _, seconds in seen] == list(range(6, round(now[0]) + 1, 6))
+    reads = [read for read, _, _ in seen]
+    assert reads == sorted(set(reads))
+    assert 0.8 * config.param_count() < reads[-1] <= config.param_count() == seen[0][1]

@@ -108,9 +108,6 @@ def with_transfer(profile: Profile, config: EngineConfig, console: Console) -> P
     from distserve_tools.transfer_sweep import TransferPeers, measure_transfer, other_device
 
     source = other_device(config.devices[0])
-    if source is None:
-        note = "KV transfer not measured: it needs a second GPU"
-        return replace(profile, notes=(*profile.notes, note))
     peers = TransferPeers(config, profile.model, source)
     try:
         with _progress(console, {"transfer": len(peers.tokens)}) as advance:

@@ -39,20 +39,23 @@ class TransferPeers:
     source_device: str
     tokens: tuple[int, ...] = TRANSFER_TOKENS
     repeats: int = 5
+    shared_memory: bool = True  # where both are on this host, as instances have it
+    backend: str = "auto"  # of the channel to another host: "gloo", "nccl"; "auto" by device
 
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.source_device.startswith("cuda") else "gloo"
+    def __post_init__(self) -> None:
+        if self.backend == "auto":
+            by_device = "nccl" if self.source_device.startswith("cuda") else "gloo"
+            object.__setattr__(self, "backend", by_device)
 
     @property
     def num_blocks(self) -> int:
         return -(-max(self.tokens) // self.config.block_size)
 
 
-def other_device(device: str) -> str | None:
+def other_device(device: str) -> str:
     """A second device of the same kind for the source: the cores that are left, or the next GPU.
 
-    On a host with no other core both sides share; with no other GPU there is nothing to measure (None).
+    On a host with no other one both sides share it, as two instances would.
     """
     from distserve.worker.device import parse_device
 
@@ -61,7 +64,7 @@ def other_device(device: str) -> str | None:
         import torch
 
         others = [i for i in range(torch.cuda.device_count()) if i != parsed.index]
-        return f"{parsed.kind}:{others[0]}" if others else None
+        return f"{parsed.kind}:{others[0]}" if others else device
     left = [core for core in range(os.cpu_count() or 1) if core not in parsed.cores]
     return f"cpu:{left[0]}" if left else device
 
@@ -72,20 +75,25 @@ def measure_transfer(peers: TransferPeers, done: Callable[[], None]) -> tuple[Li
     `done` is called once per size. Raises `ConfigError` if the other side does not start or a pull
     fails.
     """
+    return fit_link(transfer_times(peers, done))
+
+
+def transfer_times(peers: TransferPeers, done: Callable[[], None]) -> list[tuple[int, float]]:
+    """(bytes, median seconds) of pulls of each size; see `measure_transfer`."""
     from distserve.transfer.errors import TransferError
     from distserve.transfer.puller import KVPuller
 
     cache, page_format = _pages(peers, peers.config.devices[0])
     layout = _layout(peers, page_format)
     with _source(peers) as handles:
-        puller = KVPuller(cache, Shape(), 0, layout, "profile-decode", 1, backend=peers.backend)
+        options: dict[str, Any] = {"backend": peers.backend, "shared_memory": peers.shared_memory}
+        puller = KVPuller(cache, Shape(), 0, layout, "profile-decode", 1, **options)
         try:
-            points = [_timed(puller, group, done) for group in handles]
+            return [_timed(puller, group, done) for group in handles]
         except TransferError as error:
             raise ConfigError(f"the KV transfer failed: {error}; --no-transfer leaves it out") from None
         finally:
             puller.close()
-    return fit_link(points)
 
 
 def fit_link(points: Sequence[tuple[int, float]]) -> tuple[Link, Residual]:
@@ -145,7 +153,8 @@ def _serve(peers: TransferPeers, connection: Connection) -> None:
     bind_device(parse_device(peers.source_device))
     cache, page_format = _pages(peers, peers.source_device)
     layout, leases = _layout(peers, page_format), LeaseTable(time.monotonic)
-    source = KVSource(cache, leases, Shape(), 0, layout, "profile-prefill", 1, backend=peers.backend)
+    options: dict[str, Any] = {"backend": peers.backend, "shared_memory": peers.shared_memory}
+    source = KVSource(cache, leases, Shape(), 0, layout, "profile-prefill", 1, **options)
     life_s = (peers.repeats + 1) * len(peers.tokens) * _PULL_S
     try:
         groups = [
