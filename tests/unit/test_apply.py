@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distserve.core.config import EngineConfig, Role
+from distserve.core.config import Role
 from distserve.core.parsing import ConfigError
 from distserve.serving.orchestrator_config import OrchestratorConfig
-from distserve_planner.placement_file import InstancePlan, Placement
-from distserve_planner.render import render
+from distserve_planner.folder_lock import LockedError, exclusive
+from distserve_planner.placement_file import InstancePlan, NodePlan, Placement
+from distserve_planner.render import LAUNCH_FILE, render
 from distserve_planner.repository_files import write_repository
 from distserve_tools.apply.apply import Applier, ApplyError, Timeouts
-from distserve_tools.apply.instances import change_to, named
-from distserve_tools.apply.lock import LockedError, exclusive
+from distserve_tools.apply.instances import Placed, change_to, named, placed_engines
 from distserve_tools.apply.order import ordered, serves_both
 from distserve_tools.apply.server import ServerError
 
@@ -31,8 +31,8 @@ def placement(*instances: Given, **top: Any) -> Placement:
     return Placement("placement/1", "some/folder", plans, **top)
 
 
-def engines(of: Placement) -> dict[str, EngineConfig]:
-    return {name: of.engine_config(i) for i, name in enumerate(of.names)}
+def engines(of: Placement) -> dict[str, Placed]:
+    return dict(zip(of.names, placed_engines(of), strict=True))
 
 
 BEFORE = placement(("prefill", ("cpu:0",)), ("prefill", ("cpu:1",)), ("decode", ("cpu:2",)))
@@ -78,12 +78,20 @@ INSTANCE = st.tuples(
 PLACEMENTS = st.lists(INSTANCE, min_size=1, max_size=5).map(lambda items: placement(*items))
 
 
-@given(PLACEMENTS, PLACEMENTS)
+def test_where_devices_are_shared_the_new_one_comes_first() -> None:
+    """Prefill drains only as fast as decode takes over, and decode may be what is short."""
+    steps = [str(step) for step in ordered(change_to(engines(BEFORE), TURNED), share=True)]
+    assert steps == ["add decode_1 (beside prefill_1 on the same devices)", "remove prefill_1"]
+    apart = [str(step) for step in ordered(change_to(engines(BEFORE), TURNED))]
+    assert apart == ["remove prefill_1", "add decode_1"]
+
+
+@given(PLACEMENTS, PLACEMENTS, st.booleans())
 @settings(deadline=None, max_examples=100)
-def test_both_phases_are_served_at_every_step(before: Placement, after: Placement) -> None:
+def test_both_phases_are_served_at_every_step(before: Placement, after: Placement, share: bool) -> None:
     now = engines(before)
     change = change_to(now, after)
-    steps = ordered(change)
+    steps = ordered(change, share)
     for step in steps:
         if step.action == "add":
             assert step.name not in now
@@ -93,9 +101,11 @@ def test_both_phases_are_served_at_every_step(before: Placement, after: Placemen
         if serves_both(engines(before)) and serves_both(engines(after)):
             assert serves_both(now)
     assert now == dict(change.wanted)
-    assert sorted(str(replace(c, instance="")) for c in now.values()) == sorted(
-        str(replace(c, instance="")) for c in engines(after).values()
-    )
+    assert nameless(now) == nameless(engines(after))
+
+
+def nameless(instances: Mapping[str, Placed]) -> list[str]:
+    return sorted(str((replace(e.config, instance=""), e.node)) for e in instances.values())
 
 
 class FakeServer:
@@ -108,16 +118,16 @@ class FakeServer:
         self.takes = dict.fromkeys(start.names, True)
         self.fails: tuple[str, str] | None = None
         self.calls: list[tuple[str, str]] = []
-        self.new: Mapping[str, EngineConfig] = {}
+        self.new: Mapping[str, Placed] = {}
 
     def _call(self, what: str, name: str) -> None:
         self.calls.append((what, name))
         if self.fails == (what, name):
             raise ServerError(f"{what} {name} is refused")
-        roles = {n: c for n, c in self.loaded.items() if self.takes.get(n)}
+        roles = {n: e for n, e in self.loaded.items() if self.takes.get(n)}
         assert serves_both(roles), f"before {what} {name}: a phase is not served"
 
-    def engines(self) -> dict[str, EngineConfig]:
+    def engines(self) -> dict[str, Placed]:
         return dict(self.loaded)
 
     def orchestrator(self) -> OrchestratorConfig:
@@ -126,20 +136,28 @@ class FakeServer:
     def attached(self) -> dict[str, bool]:
         return dict(self.takes)
 
-    def load(self, name: str, timeout_s: float) -> None:
+    def load(self, engine: Placed, timeout_s: float) -> None:
+        name = engine.config.instance
         self._call("load", name)
-        assert (self.repository / name / "config.pbtxt").exists()
+        assert (self._folder(engine) / name / "config.pbtxt").exists()
         self.loaded[name] = self.new[name]
 
-    def unload(self, name: str, timeout_s: float) -> None:
+    def unload(self, engine: Placed, timeout_s: float) -> None:
+        name = engine.config.instance
         self._call("unload", name)
         assert name not in self.takes, "still attached"
-        del self.loaded[name]
+        assert self.loaded.pop(name).node == engine.node
 
-    def attach(self, name: str, role: Role, timeout_s: float) -> None:
+    def attach(self, engine: Placed, timeout_s: float) -> None:
+        name = engine.config.instance
         self._call("attach", name)
-        assert self.loaded[name].role == role
+        assert self.loaded[name] == engine
         self.takes[name] = True
+
+    def _folder(self, engine: Placed) -> Path:
+        """That the engine's server reads its models from."""
+        several = len(self.start.nodes) > 1
+        return self.repository / engine.node.name if several else self.repository
 
     def drain(self, name: str, timeout_s: float) -> None:
         self._call("drain", name)
@@ -151,6 +169,10 @@ class FakeServer:
         del self.takes[name]
 
 
+def rendered(of: Placement) -> dict[str, str]:
+    return {path: text for path, text in render(of).items() if path != LAUNCH_FILE}
+
+
 def files(repository: Path) -> dict[str, str]:
     return {
         str(p.relative_to(repository)): p.read_text()
@@ -160,34 +182,68 @@ def files(repository: Path) -> dict[str, str]:
 
 
 UNIFIED = placement(*(("unified", (f"cpu:{i}",)) for i in range(3)))
+NODES = (NodePlan("a", "10.0.0.1", 8001), NodePlan("b", "10.0.0.2", 8001))
 
 
-def served(tmp_path: Path, wanted: Placement) -> tuple[FakeServer, Applier]:
-    write_repository(tmp_path / "repository", render(BEFORE))
-    server = FakeServer(tmp_path / "repository", BEFORE)
-    server.new = {**engines(BEFORE), **change_to(engines(BEFORE), wanted).wanted}
+def on_nodes(of: Placement, *names: str) -> Placement:
+    """The same instances, spread over two hosts."""
+    instances = tuple(replace(i, node=name) for i, name in zip(of.instances, names, strict=True))
+    return replace(of, instances=instances, nodes=NODES, transfer_secret_file="/etc/secret")
+
+
+ON_NODES = on_nodes(BEFORE, "a", "b", "b")
+CHANGES = [
+    (BEFORE, TURNED),
+    (BEFORE, UNIFIED),
+    (ON_NODES, on_nodes(TURNED, "a", "b", "b")),
+    (ON_NODES, on_nodes(BEFORE, "b", "a", "a")),  # the same instances, each on the other host
+]
+
+
+def served(tmp_path: Path, wanted: Placement, before: Placement = BEFORE) -> tuple[FakeServer, Applier]:
+    write_repository(tmp_path / "repository", render(before))
+    server = FakeServer(tmp_path / "repository", before)
+    server.new = {**engines(before), **change_to(engines(before), wanted).wanted}
     return server, Applier(server, tmp_path / "repository", wanted, Timeouts(), lambda line: None)
 
 
-@pytest.mark.parametrize("wanted", [TURNED, UNIFIED])
-def test_files_and_models_end_as_the_placement(tmp_path: Path, wanted: Placement) -> None:
-    server, applier = served(tmp_path, wanted)
+def test_devices_of_two_hosts_are_not_the_same() -> None:
+    """cpu:1 of one host is free for a new instance there, whatever is on cpu:1 of the other."""
+    before = on_nodes(BEFORE, "a", "b", "b")
+    wanted = on_nodes(
+        placement(("prefill", ("cpu:0",)), ("decode", ("cpu:1",)), ("decode", ("cpu:2",))), "a", "a", "b"
+    )
+    assert [str(step) for step in ordered(change_to(engines(before), wanted))] == [
+        "add decode_1", "remove prefill_1",
+    ]  # fmt: skip
+
+
+def test_instances_over_several_nodes_are_left_to_a_restart(tmp_path: Path) -> None:
+    wide = InstancePlan("decode", ("cpu:1", "cpu:1"), nodes=("a", "b"), pp=2)
+    wanted = replace(ON_NODES, instances=(*ON_NODES.instances[:2], wide))
+    with pytest.raises(ConfigError, match="decode_0: over several nodes"):
+        served(tmp_path, wanted, ON_NODES)
+
+
+@pytest.mark.parametrize(("before", "wanted"), CHANGES)
+def test_files_and_models_end_as_the_placement(tmp_path: Path, before: Placement, wanted: Placement) -> None:
+    server, applier = served(tmp_path, wanted, before)
     final = applier.run()
     assert set(server.loaded) == set(server.takes) == set(final.names)
     assert all(server.takes.values())
-    assert files(tmp_path / "repository") == render(final)
+    assert files(tmp_path / "repository") == rendered(final)
     count = len(server.calls)
     assert applier.run() == final
     assert len(server.calls) == count  # nothing is done twice
 
 
-@pytest.mark.parametrize("wanted", [TURNED, UNIFIED])
-def test_a_failure_at_any_call_is_rolled_back(tmp_path: Path, wanted: Placement) -> None:
-    server, applier = served(tmp_path / "dry", wanted)
+@pytest.mark.parametrize(("before", "wanted"), CHANGES)
+def test_a_failure_at_any_call_is_rolled_back(tmp_path: Path, before: Placement, wanted: Placement) -> None:
+    server, applier = served(tmp_path / "dry", wanted, before)
     applier.run()
     for number, call in enumerate(dict.fromkeys(server.calls)):
         folder = tmp_path / str(number)
-        server, applier = served(folder, wanted)
+        server, applier = served(folder, wanted, before)
         server.fails = call
         refuse = server._call
 
@@ -202,9 +258,9 @@ def test_a_failure_at_any_call_is_rolled_back(tmp_path: Path, wanted: Placement)
         with pytest.raises(ApplyError, match="everything is as it was before") as caught:
             applier.run()
         assert caught.value.rolled_back
-        assert set(server.loaded) == set(BEFORE.names)
-        assert server.takes == dict.fromkeys(BEFORE.names, True)
-        assert files(folder / "repository") == render(BEFORE)
+        assert server.loaded == engines(before)
+        assert server.takes == dict.fromkeys(before.names, True)
+        assert files(folder / "repository") == rendered(before)
 
 
 def test_a_rollback_that_fails_too_says_so(tmp_path: Path) -> None:
@@ -212,10 +268,10 @@ def test_a_rollback_that_fails_too_says_so(tmp_path: Path) -> None:
     server.fails = ("load", "decode_1")
     original = server.attach
 
-    def attach(name: str, role: Role, timeout_s: float) -> None:
-        if name == "prefill_1":
+    def attach(engine: Placed, timeout_s: float) -> None:
+        if engine.config.instance == "prefill_1":
             raise ServerError("attach prefill_1 is refused")
-        original(name, role, timeout_s)
+        original(engine, timeout_s)
 
     server.attach = attach  # type: ignore[method-assign]
     with pytest.raises(ApplyError, match="rolling back failed: bring prefill_1 back") as caught:
@@ -235,7 +291,7 @@ def test_what_a_change_that_was_cut_short_left_is_mended(tmp_path: Path) -> None
     final = applier.run()
     assert set(server.takes) == set(final.names) == {"prefill_0", "decode_0", "decode_1"}
     assert all(server.takes.values())
-    assert files(tmp_path / "repository") == render(final)
+    assert files(tmp_path / "repository") == rendered(final)
 
 
 def test_settings_that_need_a_restart_are_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -251,12 +307,12 @@ def test_settings_that_need_a_restart_are_refused_before_anything_changes(tmp_pa
 
 def test_two_cannot_change_one_repository(tmp_path: Path) -> None:
     with (
-        exclusive(tmp_path),
+        exclusive(tmp_path, "changed"),
         pytest.raises(LockedError, match="is being changed by process"),
-        exclusive(tmp_path),
+        exclusive(tmp_path, "changed"),
     ):
         pass
-    with exclusive(tmp_path):  # free again
+    with exclusive(tmp_path, "changed"):  # free again
         pass
-    with pytest.raises(ConfigError, match="no such folder"), exclusive(tmp_path / "nothing"):
+    with pytest.raises(ConfigError, match="no such folder"), exclusive(tmp_path / "nothing", "changed"):
         pass

@@ -6,16 +6,15 @@ when it has been unloaded, so that at any moment a restart of the server brings 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distserve.core.config import EngineConfig
 from distserve.core.parsing import ConfigError
 from distserve_planner.placement_file import Placement
 from distserve_planner.render import render
 from distserve_planner.repository_files import write_repository
-from distserve_tools.apply.instances import change_to, instance_plan, named
+from distserve_tools.apply.instances import Instances, Placed, change_to, instance_plan, named
 from distserve_tools.apply.order import Step, ordered, serves_both
 from distserve_tools.apply.server import Server, ServerError
 from distserve_tools.repository import orchestrator_config
@@ -42,27 +41,29 @@ class Timeouts:
 
 
 class Applier:
-    """Changes one server, whose repository is `repository`. `say` gets a line for people per step."""
+    """Changes the servers of a placement's nodes. `repository` is what `planner generate` wrote: of the one
+    node, or the folder with one for each, which every server must have before it. `say` gets a line for
+    people per step.
+    """
 
     def __init__(
         self, server: Server, repository: Path, placement: Placement, timeouts: Timeouts, say: Say
     ) -> None:
-        if len(placement.nodes) > 1:
+        over_nodes = [n for n, i in zip(placement.names, placement.instances, strict=True) if i.nodes]
+        if over_nodes:
             raise ConfigError(
-                f"nodes: {len(placement.nodes)} of them; apply changes the instances of one server. Generate "
-                "and load those of the other nodes there, then attach them to the orchestrator"
+                f"instances: {', '.join(over_nodes)}: over several nodes, whose ranks do not come and go "
+                "while they serve; generate the repositories again and restart these nodes"
             )
         self._server, self._repository, self._placement = server, repository, placement
         self._timeouts, self._say = timeouts, say
-        self._live: dict[str, EngineConfig] = {}
-        self._order: list[
-            str
-        ] = []  # of the instances in the repository, so that a rolled back one is the same
+        self._live: dict[str, Placed] = {}
+        self._order: list[str] = []  # of the instances' entries, so that a rolled back file is the same
         self._undo: list[tuple[str, Callable[[], None]]] = []
 
     def steps(self) -> list[Step]:
         """What `run` would do. Raises `ConfigError`."""
-        return ordered(change_to(self._server.engines(), self._placement))
+        return ordered(change_to(self._server.engines(), self._placement), self._placement.oversubscribe)
 
     def run(self) -> Placement:
         """Makes the server be the placement; returns that with the names that its instances got.
@@ -72,12 +73,12 @@ class Applier:
         self._live = self._server.engines()
         change = change_to(self._live, self._placement)
         self._check(change.wanted)
-        served = orchestrator_config(self._repository)
+        served = orchestrator_config(self._orchestrators_repository)
         known = served.instances if served is not None else ()
         self._order = list(dict.fromkeys([*(spec.name for spec in known), *self._live, *change.wanted]))
         try:
             self._tidy(change.wanted)
-            for step in ordered(change):
+            for step in ordered(change, self._placement.oversubscribe):
                 self._say(str(step))
                 if step.action == "add":
                     self._add(step.name, change.wanted[step.name])
@@ -92,7 +93,12 @@ class Applier:
             raise _failed(error, failures) from error
         return final
 
-    def _check(self, wanted: Mapping[str, EngineConfig]) -> None:
+    @property
+    def _orchestrators_repository(self) -> Path:
+        nodes = self._placement.nodes
+        return self._repository / nodes[0].name if len(nodes) > 1 else self._repository
+
+    def _check(self, wanted: Instances) -> None:
         if not serves_both(wanted):
             raise ConfigError(
                 "instances: nobody would serve one of the phases; give prefill and decode, or unified"
@@ -107,7 +113,7 @@ class Applier:
                     "with a restart of the server"
                 )
 
-    def _tidy(self, wanted: Mapping[str, EngineConfig]) -> None:
+    def _tidy(self, wanted: Instances) -> None:
         """Mends what a change that was cut short has left: files, and instances that are only half there."""
         self._write()
         attached = self._server.attached()
@@ -115,44 +121,40 @@ class Applier:
             if name not in self._live:
                 self._server.drain(name, self._timeouts.drain_s)
                 self._server.detach(name)
-        for name, config in self._live.items():
+        for name, engine in self._live.items():
             if name in wanted and not attached.get(name, False):
-                self._server.attach(name, config.role, self._timeouts.attach_s)
+                self._server.attach(engine, self._timeouts.attach_s)
 
-    def _add(self, name: str, config: EngineConfig) -> None:
-        self._undo.append((f"remove {name}", lambda: self._forget(name)))
-        self._live[name] = config
+    def _add(self, name: str, engine: Placed) -> None:
+        self._undo.append((f"remove {name}", lambda: self._forget(name, engine)))
+        self._bring(name, engine)
+
+    def _bring(self, name: str, engine: Placed) -> None:
+        self._live[name] = engine
         self._write()
-        self._server.load(name, self._timeouts.load_s)
-        self._server.attach(name, config.role, self._timeouts.attach_s)
+        if name not in self._server.engines():
+            self._server.load(engine, self._timeouts.load_s)
+        self._server.attach(engine, self._timeouts.attach_s)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str, engine: Placed) -> None:
         """Undoes `_add`, as far as that got."""
         if name in self._server.attached():
             self._server.drain(name, self._timeouts.drain_s)
             self._server.detach(name)
         if name in self._server.engines():
-            self._server.unload(name, self._timeouts.unload_s)
+            self._server.unload(engine, self._timeouts.unload_s)
         self._live.pop(name, None)
         self._write()
 
     def _remove(self, name: str) -> None:
-        config = self._live[name]
-        self._undo.append((f"bring {name} back", lambda: self._restore(name, config)))
+        engine = self._live[name]
+        self._undo.append((f"bring {name} back", lambda: self._bring(name, engine)))
         if name in self._server.attached():
             self._server.drain(name, self._timeouts.drain_s)
             self._server.detach(name)
-        self._server.unload(name, self._timeouts.unload_s)
+        self._server.unload(engine, self._timeouts.unload_s)
         del self._live[name]
         self._write()
-
-    def _restore(self, name: str, config: EngineConfig) -> None:
-        """Undoes `_remove`, as far as that got."""
-        self._live[name] = config
-        self._write()
-        if name not in self._server.engines():
-            self._server.load(name, self._timeouts.load_s)
-        self._server.attach(name, config.role, self._timeouts.attach_s)
 
     def _roll_back(self) -> list[str]:
         failures = []

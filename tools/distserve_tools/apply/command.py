@@ -12,13 +12,14 @@ import tempfile
 from pathlib import Path
 
 from distserve.core.model_config import ModelConfig, resolve_model
+from distserve_planner.folder_lock import LockedError, exclusive
 from distserve_planner.machine_facts import this_machine
 from distserve_planner.placement_check import check_placement
 from distserve_planner.placement_file import Placement, read_placement
 from distserve_tools.access_files import found
 from distserve_tools.apply.apply import Applier, ApplyError, Timeouts
-from distserve_tools.apply.lock import LockedError, exclusive
-from distserve_tools.apply.server import ServerError, TritonControl
+from distserve_tools.apply.nodes import Nodes
+from distserve_tools.apply.server import ServerError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     timeouts = Timeouts(load_s=args.load_timeout, drain_s=args.drain_timeout)
     try:
         access = found(args.grpc, args.secret_file)
-        with TritonControl(args.grpc, access) as server, exclusive(args.model_repository):
+        nodes = Nodes(file.placement.nodes, args.grpc, access)
+        with nodes as server, exclusive(args.model_repository, "changed"):
             applier = Applier(server, args.model_repository, file.placement, timeouts, _say)
             if args.dry_run:
                 steps = applier.steps()

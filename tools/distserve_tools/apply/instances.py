@@ -8,17 +8,29 @@ from dataclasses import dataclass, replace
 from distserve.core.config import EngineConfig
 from distserve.core.parsing import ConfigError, to_mapping
 from distserve_planner.device_names import parse_device
-from distserve_planner.placement_file import LIMITS, InstancePlan, Placement
+from distserve_planner.placement_file import LIMITS, InstancePlan, NodePlan, Placement
 
 _OF_THE_MODEL = ("model", "dtype", "block_size", "transfer_secret_file")
 
 
 @dataclass(frozen=True)
-class Change:
-    """From what is live to what is wanted; engines by instance name. `keep` is a part of both."""
+class Placed:
+    """An engine, and the node whose server has its model."""
 
-    live: Mapping[str, EngineConfig]
-    wanted: Mapping[str, EngineConfig]
+    config: EngineConfig
+    node: NodePlan
+
+
+Instances = Mapping[str, Placed]
+"""By instance name."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """From what is live to what is wanted. `keep` is a part of both."""
+
+    live: Instances
+    wanted: Instances
 
     @property
     def keep(self) -> frozenset[str]:
@@ -33,7 +45,15 @@ class Change:
         return tuple(name for name in self.live if name not in self.wanted)
 
 
-def change_to(live: Mapping[str, EngineConfig], placement: Placement) -> Change:
+def placed_engines(placement: Placement) -> list[Placed]:
+    """In the order of the file. Raises `ConfigError`."""
+    return [
+        Placed(placement.engine_config(index), placement.node_of(instance))
+        for index, instance in enumerate(placement.instances)
+    ]
+
+
+def change_to(live: Instances, placement: Placement) -> Change:
     """What has to change for the live instances to be those of `placement`.
 
     An instance that is live already, whatever its name, stays under the name that it has. One that differs in
@@ -41,24 +61,23 @@ def change_to(live: Mapping[str, EngineConfig], placement: Placement) -> Change:
     has that, or under the role's next free one, since a name stands for one model until that has drained.
     Raises `ConfigError` if the placement is of another model than what is live.
     """
-    configs = [placement.engine_config(index) for index in range(len(placement.instances))]
-    _check_same_model(live, configs)
-    names: list[str | None] = [None] * len(configs)
+    engines = placed_engines(placement)
+    _check_same_model(live, engines)
+    names: list[str | None] = [None] * len(engines)
     left = dict(live)
     for exact in (True, False):  # first those that have kept their name too
-        for index, config in enumerate(configs):
+        for index, engine in enumerate(engines):
             if names[index] is None:
-                same = (
-                    n for n, c in left.items() if _alike(c, config) and (n == config.instance or not exact)
-                )
+                own = engine.config.instance
+                same = (n for n, other in left.items() if _alike(other, engine) and (n == own or not exact))
                 names[index] = next(same, None)
                 left.pop(names[index] or "", None)
     taken = set(live) | {name for name in names if name is not None}
-    wanted: dict[str, EngineConfig] = {}
-    for config, known in zip(configs, names, strict=True):
-        name = known or _free_name(config, taken)
+    wanted: dict[str, Placed] = {}
+    for engine, known in zip(engines, names, strict=True):
+        name = known or _free_name(engine.config, taken)
         taken.add(name)
-        wanted[name] = replace(config, instance=name)
+        wanted[name] = replace(engine, config=replace(engine.config, instance=name))
     return Change(live, wanted)
 
 
@@ -72,23 +91,33 @@ def named(placement: Placement, names: Sequence[str]) -> Placement:
     return replace(placement, instances=instances)
 
 
-def instance_plan(config: EngineConfig) -> InstancePlan:
+def instance_plan(engine: Placed) -> InstancePlan:
     """The entry of a placement file that gives this engine."""
+    config = engine.config
     values = to_mapping(config)
     limits = {key: value for key, value in values.items() if key in LIMITS}
     return InstancePlan(
-        config.role, config.devices, config.instance, tp=config.tp, pp=config.pp, limits=limits
+        config.role,
+        config.devices,
+        config.instance,
+        engine.node.name,
+        tp=config.tp,
+        pp=config.pp,
+        limits=limits,
     )
 
 
-def overlap(one: EngineConfig, other: EngineConfig) -> bool:
+def overlap(one: Placed, other: Placed) -> bool:
     """Whether two instances share a device."""
-    mine, theirs = ([parse_device(name) for name in c.devices] for c in (one, other))
+    if one.node.host != other.node.host:
+        return False
+    mine, theirs = ([parse_device(name) for name in e.config.devices] for e in (one, other))
     return any(len(a.overlap(b)) > 0 for a in mine for b in theirs)
 
 
-def _alike(one: EngineConfig, other: EngineConfig) -> bool:
-    return replace(one, instance="") == replace(other, instance="")
+def _alike(one: Placed, other: Placed) -> bool:
+    same = replace(one.config, instance="") == replace(other.config, instance="")
+    return same and one.node.name == other.node.name
 
 
 def _free_name(config: EngineConfig, taken: set[str]) -> str:
@@ -97,11 +126,11 @@ def _free_name(config: EngineConfig, taken: set[str]) -> str:
     return next(name for i in range(len(taken) + 1) if (name := f"{config.role}_{i}") not in taken)
 
 
-def _check_same_model(live: Mapping[str, EngineConfig], configs: Sequence[EngineConfig]) -> None:
+def _check_same_model(live: Instances, engines: Sequence[Placed]) -> None:
     for name, present in live.items():
-        for config in configs:
+        for engine in engines:
             for field in _OF_THE_MODEL:
-                old, new = getattr(present, field), getattr(config, field)
+                old, new = getattr(present.config, field), getattr(engine.config, field)
                 if old != new:
                     raise ConfigError(
                         f"{field}={new!r}: {name} runs with {old!r}; instances of one server pass KV to each "

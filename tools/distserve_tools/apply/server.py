@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from distserve.core.config import EngineConfig, Role
-from distserve.core.parsing import ConfigError
+from distserve.core.config import EngineConfig
+from distserve.core.parsing import ConfigError, to_mapping
 from distserve.serving.access import Access
-from distserve.serving.orchestrator_config import MODEL_PARAMETER, OrchestratorConfig
+from distserve.serving.orchestrator_config import MODEL_PARAMETER, InstanceSpec, OrchestratorConfig
 from distserve_planner.placement_check import ORCHESTRATOR
+from distserve_tools.apply.instances import Placed
 from distserve_tools.client import Client, RequestError
 from distserve_tools.model_control import GRPC_KEY_HEADER
 
@@ -32,7 +33,7 @@ class ServerError(RuntimeError):
 class Server(Protocol):
     """Every call ends within its time-out and raises `ServerError` if it did not do what it says."""
 
-    def engines(self) -> dict[str, EngineConfig]:
+    def engines(self) -> dict[str, Placed]:
         """The instances whose models are loaded."""
 
     def orchestrator(self) -> OrchestratorConfig:
@@ -41,12 +42,12 @@ class Server(Protocol):
     def attached(self) -> dict[str, bool]:
         """The instances that the orchestrator knows, and whether each takes requests."""
 
-    def load(self, name: str, timeout_s: float) -> None: ...
+    def load(self, engine: Placed, timeout_s: float) -> None: ...
 
-    def unload(self, name: str, timeout_s: float) -> None:
+    def unload(self, engine: Placed, timeout_s: float) -> None:
         """Returns once the model is gone."""
 
-    def attach(self, name: str, role: Role, timeout_s: float) -> None:
+    def attach(self, engine: Placed, timeout_s: float) -> None:
         """Returns once it takes requests; also takes a draining instance back."""
 
     def drain(self, name: str, timeout_s: float) -> None:
@@ -57,7 +58,7 @@ class Server(Protocol):
 
 
 class TritonControl:
-    """A `Server` behind one gRPC endpoint (`host:port`); a context manager.
+    """One tritonserver behind its gRPC endpoint (`host:port`); a context manager.
 
     `access`: what the server's launcher has; None for one that was started without a launcher.
     """
@@ -110,11 +111,9 @@ class TritonControl:
                 raise ServerError(f"{name}: not unloaded after {timeout_s:g} s")
             time.sleep(_PAUSE_S)
 
-    def attach(self, name: str, role: Role, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        reply = self._control(
-            "attach", instance={"name": name, "role": role}, wait_s=min(timeout_s, _ATTACH_S)
-        )
+    def attach(self, spec: InstanceSpec, timeout_s: float) -> None:
+        deadline, name = time.monotonic() + timeout_s, spec.name
+        reply = self._control("attach", instance=to_mapping(spec), wait_s=min(timeout_s, _ATTACH_S))
         while not self.attached().get(name, False):
             if time.monotonic() > deadline:
                 why = self._entry(name).get("reason") or reply.get("reason") or "no reason given"
@@ -150,7 +149,7 @@ class TritonControl:
         try:
             index = self._triton.get_model_repository_index(self._headers, client_timeout=_CALL_S)
         except InferenceServerException as error:
-            raise ServerError(f"the server does not answer: {_reason(error)}") from None
+            raise ServerError(f"the server does not say which models it has: {_reason(error)}") from None
         return {model.name: model.state for model in index.models}
 
     def _parameters(self, name: str) -> Mapping[str, str]:

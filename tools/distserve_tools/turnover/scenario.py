@@ -65,7 +65,8 @@ class Scenario:
         def lengths(before: int, after: int) -> NDArray[np.int64]:
             means = np.where(turned, after, before)
             spread = rng.uniform(1 - SPREAD, 1 + SPREAD, count)
-            return np.maximum(1, np.rint(means * spread)).astype(np.int64)
+            drawn: NDArray[np.int64] = np.maximum(1, np.rint(means * spread)).astype(np.int64)
+            return drawn
 
         inputs = lengths(first.input_tokens, second.input_tokens)
         outputs = lengths(first.output_tokens, second.output_tokens)
