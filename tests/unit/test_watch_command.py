@@ -124,16 +124,19 @@ def test_rates_are_replayed_for_each_policy(tmp_path: Path, capsys: pytest.Captu
     words = ["--rates", str(table), "--series", "a", "--mixes", "humaneval,sharegpt", "--peak-rate", "5"]
     assert main(["watch", *CASE, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    static, scaler, watch = found["policies"]
+    static, *scalers, watch = found["policies"]
     assert [p["policy"] for p in found["policies"]] == [
-        "static for the peak", "autoscaler on averages", "planner watch",
+        "static for the peak",
+        "autoscaler on averages, set up for humaneval",
+        "autoscaler on averages, set up for sharegpt",
+        "planner watch",
     ]  # fmt: skip
     assert len(static["steps"]) == 143  # the window that reads 0 is dropped
     assert static["changes"] == 0
     assert static["steps_below_target"] == 0
     assert watch["device_hours"] < static["device_hours"]
     assert watch["attainment"] > 0.9
-    assert scaler["device_hours"] > 0
+    assert all(scaler["device_hours"] > 0 for scaler in scalers)
 
 
 @pytest.mark.parametrize(

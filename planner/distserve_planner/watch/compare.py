@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from distserve.core.parsing import ConfigError
 from distserve.core.shapes import Shape
@@ -18,30 +19,27 @@ from distserve_planner.watch.replay import GRID, Rates, Result, SteadyStates, ru
 from distserve_planner.watch.watcher import Watcher
 
 _MOST_STEPS = 200
+_STABLE_S = 300.0  # stabilisation of autoscalers before they give something back
 
 
 def compare(
     states: SteadyStates, rates: Rates, mix_of: Sequence[int], drift: DriftRule, switch: SwitchRule
 ) -> list[Result]:
-    """Each policy over the whole table. The first mix and the first rate are what all begin with.
+    """Each policy over the whole table: the plan for the peak, an autoscaler set up for each mix, and
+    the watch, which begins with the plan for the first mix and rate.
 
     Raises `ConfigError` if the cluster cannot bear the peak.
     """
-    peak = float(rates.rate_rps.max())
-    begin = _planned(states, mix_of[0], float(rates.rate_rps[0]) * (1 + switch.headroom_up))
-    unit = _unit(begin.deployment)
-    problem = states.search(mix_of[0]).problem
-    most = problem.cluster.num_devices // unit.devices
-    capacity = _capacity(states, mix_of[0], unit)
-    count = max(1, begin.deployment.devices // unit.devices)
+    peak, first = float(rates.rate_rps.max()), float(rates.rate_rps[0]) * (1 + switch.headroom_up)
+    mixes = list(dict.fromkeys(mix_of))
+    begin = _planned(states, mixes[0], first).deployment
+    problem = states.search(mixes[0]).problem
     # the replay's window is its step, and a day has few of them
     rule = replace(drift, window_s=rates.step_s, reference=12, scales=(1, 2, 4))
     policies: list[Policy] = [
-        Static(_for_the_peak(states, sorted(set(mix_of)), peak)),
-        Autoscaler(unit, capacity, count, most, switch.load_s),
-        Watching(
-            Watcher(problem, begin.deployment, rule, switch, True, float(rates.start_s[0]), states.plan)
-        ),
+        Static(_for_the_peak(states, mixes, peak)),
+        *(_autoscaler(states, mix, first, switch, rates.step_s) for mix in mixes),
+        Watching(Watcher(problem, begin, rule, switch, True, float(rates.start_s[0]), states.plan)),
     ]
     return [run_policy(policy, rates, mix_of, states) for policy in policies]
 
@@ -56,6 +54,21 @@ def _planned(states: SteadyStates, mix: int, rate: float) -> Choice:
             "rates down (--peak-rate)"
         )
     return choice
+
+
+def _autoscaler(states: SteadyStates, mix: int, rate: float, switch: SwitchRule, step_s: float) -> Autoscaler:
+    """Copies of what was planned for a mix."""
+    begin = _planned(states, mix, rate).deployment
+    unit = _unit(begin)
+    return Autoscaler(
+        unit,
+        _capacity(states, mix, unit),
+        count=max(1, begin.devices // unit.devices),
+        most=states.search(mix).problem.cluster.num_devices // unit.devices,
+        load_s=switch.load_s,
+        hold_steps=max(2, ceil(_STABLE_S / step_s)),
+        name=f"autoscaler on averages, set up for {states.names[mix]}",
+    )
 
 
 def smallest(problem: Problem) -> Deployment:

@@ -83,6 +83,7 @@ class SteadyStates:
     """What deployments do under each mix at each rate of the grid, simulated once."""
 
     def __init__(self, problem: Problem, mixes: Sequence[Workload], seed: int = 0) -> None:
+        self.names = [mix.name for mix in mixes]
         self._problems = []
         for mix in mixes:
             trace = mix.resample(seed, 1.0, REQUESTS)
