@@ -145,11 +145,13 @@ class DecodeSet:
 
 def horizon(sets: Sequence[DecodeSet]) -> int:
     """After `begin` of all: steps of each for which all stay as they are. They share one pool of blocks."""
-    steps = min(one.until_finish() for one in sets)
+    steps, count = NEVER, 0
+    for one in sets:
+        steps = min(steps, one.until_finish())
+        count += len(one)
     if steps == NEVER:
         return NEVER
     blocks = sets[0].blocks
-    count = sum(map(len, sets))
     if blocks.free >= count * blocks_for(steps, blocks.block_size):
         return steps
     cycles, free = divmod(blocks.free, count)
