@@ -16,6 +16,8 @@ from distserve_planner.goodput import Goodput, Precision, Requests
 from distserve_planner.placement import placement_of
 from distserve_planner.placement_check import check_placement
 from distserve_planner.placement_file import parse_placement
+from distserve_planner.render import render
+from distserve_planner.report.arguments import placed_deployment
 from distserve_planner.search.algorithm1 import Candidate, combinations, replicas
 from distserve_planner.search.algorithm2 import bounded_units
 from distserve_planner.search.assignment import assign
@@ -303,6 +305,44 @@ def test_winner_becomes_a_placement_that_is_sound(found: SearchResult) -> None:
     assert predicted is not None
     assert predicted["attainment"]["both"] >= 0.9
     assert predicted["slo"] == {"ttft_s": 0.4, "tpot_s": 0.1, "attainment": 0.9}
+
+
+def test_a_winner_over_several_nodes_becomes_a_placement_and_a_repository_per_node(
+    found: SearchResult,
+) -> None:
+    given = problem(nodes=3, devices=4)
+    deployment = unit(Shape(2, 2), Shape(1, 4), segments=2)
+    placed = assign(deployment, given.cluster)
+    assert placed is not None
+    result = replace(found, winner=replace(found.winner, deployment=deployment), placed=placed)
+    with pytest.raises(ConfigError, match=r"prefill_0 .* lies on node0, node1; give --grpc-port"):
+        placement_of(given, result, "some/folder", "sharegpt")
+    placement = placement_of(given, result, "some/folder", "sharegpt", grpc_port=8101)
+    check_placement(parse_placement(placement.dump()))
+    prefill, decode = placement.instances
+    # segments of the same layers share a node, and no device is given twice
+    assert prefill.nodes == ("node0", "node0", "node1", "node1")
+    assert decode.nodes == ("node0", "node0", "node1", "node1")
+    used = [
+        *zip(prefill.nodes, prefill.devices, strict=True),
+        *zip(decode.nodes, decode.devices, strict=True),
+    ]
+    assert len(set(used)) == len(used) == 8
+    files = render(placement)
+    assert {path.split("/")[0] for path in files} == {"node0", "node1", "launch.yaml"}
+    assert "node0/prefill_0/config.pbtxt" in files
+    assert placed_deployment(placement, "file") == deployment
+
+
+def test_several_pairs_are_groups_and_come_back_as_pairs(found: SearchResult) -> None:
+    given = problem(devices=4)
+    deployment = unit(Shape(1, 1), Shape(1, 1)).with_units(2)
+    placed = assign(deployment, given.cluster)
+    assert placed is not None
+    result = replace(found, winner=replace(found.winner, deployment=deployment), placed=placed)
+    placement = placement_of(given, result, "some/folder", "sharegpt")
+    assert [i.group for i in placement.instances] == ["pair_0", "pair_1", "pair_0", "pair_1"]
+    assert placed_deployment(parse_placement(placement.dump()).placement, "file") == deployment
 
 
 def test_a_result_survives_its_file(found: SearchResult) -> None:

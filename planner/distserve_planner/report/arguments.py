@@ -182,8 +182,14 @@ def placed_deployment(placement: Placement, where: str) -> Deployment:
 
 
 def _in_pairs(placement: Placement) -> bool:
-    """Each group of instances is one prefill and one decode instance (Algorithm 2)."""
+    """Each group of instances is one prefill and one decode instance (Algorithm 2), as is a lone pair whose
+    pipelines lie on the same nodes.
+    """
+    instances = placement.instances
+    nodes = {frozenset(node.name for node in placement.rank_nodes(instance)) for instance in instances}
+    if len(instances) == 2 and len(nodes) == 1 and len(next(iter(nodes))) > 1:
+        return True
     members: dict[str | None, list[str]] = {}
-    for instance in placement.instances:
+    for instance in instances:
         members.setdefault(instance.group, []).append(instance.role)
     return None not in members and all(sorted(roles) == ["decode", "prefill"] for roles in members.values())
