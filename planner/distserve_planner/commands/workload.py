@@ -114,7 +114,11 @@ def _adjusted(workload: Workload, args: argparse.Namespace) -> Workload:
 
 
 def _document(stats: TraceStats, workload: Workload) -> dict[str, Any]:
-    return {"statistics": stats.to_mapping(), "workload": to_mapping(workload)}
+    return {
+        "schema": "workload_statistics/1",
+        "statistics": stats.to_mapping(),
+        "workload": to_mapping(workload),
+    }
 
 
 def _print(stats: TraceStats, workload: Workload, args: argparse.Namespace) -> None:
