@@ -1,0 +1,98 @@
+"""A deployment on two hosts, whose link is cut in mid-transfer and in mid-decode: run in a network namespace,
+with the folder that `test_network_cut` has prepared.
+
+What it asserts: requests that a cut meets are continued or end with one clear error, in time, and once the
+link is back everything is as before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from namespaces import A, TwoHosts
+from node_process import NodeProcess, until, usable
+
+from distserve_tools.client import Client, RequestError
+
+START_S = 120.0
+BACK_S = 90.0
+DEADLINE_S = 40.0  # of a request that a cut has met
+
+
+@dataclass
+class Scenario:
+    network: TwoHosts
+    nodes: list[NodeProcess]
+    client: Client
+    prompt: list[int]
+    expected: list[int]
+    continues: bool  # one node can go on alone
+
+    def start(self) -> dict[str, Any]:
+        return until(lambda: usable(self.client), START_S, self.nodes)
+
+    def serves(self) -> None:
+        answer = self.client.complete(self.prompt, DEADLINE_S, max_tokens=8, temperature=0.0, ignore_eos=True)
+        assert list(answer.token_ids) == self.expected[:8], answer
+
+    def cut_after(self, tokens: int, max_tokens: int) -> str:
+        """Cuts the link once a request has given so many tokens; says what became of the request."""
+        settings = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        found: list[int] = []
+        began = time.monotonic()
+        cut = False
+        try:
+            for chunk in self.client.stream(self.prompt, DEADLINE_S, **settings):
+                found += chunk.token_ids
+                if len(found) >= tokens and not cut:
+                    self.network.cut()
+                    began, cut = time.monotonic(), True
+            outcome = "continued"
+        except RequestError as error:
+            outcome = f"failed with {error.code}"
+        assert cut, "the request has ended before"
+        assert outcome in ("continued", "failed with UNAVAILABLE"), outcome
+        assert found == self.expected[: len(found)], (found, self.expected)  # no token twice, none left out
+        assert time.monotonic() - began < DEADLINE_S
+        if outcome == "continued":
+            assert len(found) == max_tokens
+        return (
+            f"{outcome} {time.monotonic() - began:.1f} s after the cut, {len(found)} of {max_tokens} tokens"
+        )
+
+    def mend(self) -> float:
+        began = time.monotonic()
+        self.network.mend()
+        until(lambda: usable(self.client), BACK_S, self.nodes)
+        self.serves()
+        return time.monotonic() - began
+
+
+def run(folder: Path) -> None:
+    spec = json.loads((folder / "scenario.json").read_text())
+    with ExitStack() as stack:
+        network = stack.enter_context(TwoHosts(spec["rate"]))
+        nodes = []
+        for name, prefix in (("a", []), ("b", network.on_b)):
+            nodes.append(NodeProcess(folder / "repository", name, folder, prefix))
+            stack.callback(nodes[-1].stop)
+        client = stack.enter_context(Client(f"{A}:{spec['grpc_port']}"))
+        scenario = Scenario(network, nodes, client, spec["prompt"], spec["expected"], spec["continues"])
+        began = time.monotonic()
+        scenario.start()
+        print(f"limited: {network.limited}; up after {time.monotonic() - began:.1f} s", flush=True)
+        scenario.serves()
+        for what, tokens, length in (("transfer", 1, 16), ("decode", 6, len(scenario.expected))):
+            outcome = scenario.cut_after(tokens, length)
+            print(f"cut in mid-{what}: {outcome}; back after {scenario.mend():.1f} s", flush=True)
+            assert outcome.startswith("continued") or not scenario.continues, outcome
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))
