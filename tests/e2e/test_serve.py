@@ -97,6 +97,16 @@ def test_bad_input_is_refused_by_name(
     assert deployment.client.complete(prompt(4), max_tokens=2, **GREEDY).completion_tokens == 2
 
 
+def test_objectives_that_cannot_be_kept_are_refused_at_once(deployment: Deployment) -> None:
+    deployment.client.complete(prompt(40), max_tokens=100, **GREEDY)  # shows how fast it is
+    for objective, words in (("tpot_slo", "1e-06 s per token"), ("ttft_slo", "the first token in 1e-06 s")):
+        with pytest.raises(RequestError, match=f"deadline unreachable: {words}") as caught:
+            deployment.client.complete(prompt(40), max_tokens=100, **GREEDY, **{objective: 1e-6})
+        assert caught.value.code == "RESOURCE_EXHAUSTED"
+        kept = deployment.client.complete(prompt(40), max_tokens=4, **GREEDY, **{objective: 600.0})
+        assert len(kept.token_ids) == 4
+
+
 def test_unified_gives_the_same_tokens(zoo: Zoo, deployment: Deployment, tmp_path: Path) -> None:
     prompts = [prompt(length, seed=7) for length in LENGTHS]
     apart = [deployment.client.complete(ids, max_tokens=16, **GREEDY).token_ids for ids in prompts]
