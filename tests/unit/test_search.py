@@ -211,6 +211,8 @@ def test_tightest_scale_and_offline_throughput() -> None:
     offline = search(given, Objective("throughput"), jobs=1)
     assert offline.winner.score > 0
     assert "tokens/s" in offline.winner.figure
+    split = [row.reason for row in offline.rows if row.deployment.family == "low"]
+    assert all("limited by" in why and "% of the time" in why for why in split if why != "best")
 
 
 def test_free_hops_and_transfers_never_hurt() -> None:

@@ -29,6 +29,7 @@ from distserve_planner.search.tasks import (
     Task,
 )
 from distserve_planner.simulator.spec import SystemSpec
+from distserve_planner.simulator.usage import usage
 from distserve_planner.slo import attainment, percentile
 
 
@@ -113,4 +114,5 @@ def _offline(problem: Problem, task: OfflineTask, system: SystemSpec) -> Offline
         return OfflineResult(0.0, 0.0)
     first, last = len(ends) // 10, 9 * len(ends) // 10
     rate = (last - first) / float(ends[last] - ends[first])
-    return OfflineResult(rate, rate * requests.mean_output)
+    used = usage(run, outcome, requests.inputs[:count])
+    return OfflineResult(rate, rate * requests.mean_output, used)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distserve_planner.search.diagnosis import Diagnosis
 from distserve_planner.search.ranking import Ranked
+from distserve_planner.simulator.usage import Usage
 from distserve_planner.slo import Attainment, Slo, seconds
 
 BUSY = 0.9  # a link or a KV pool that is used more than this is named
@@ -48,6 +49,17 @@ def missed(seen: Attainment, slo: Slo) -> str:
     if seen.ttft >= slo.attainment and seen.tpot >= slo.attainment:
         return f"both together {100 * seen.both:.0f} %: {' and '.join(parts)}"
     return " and ".join(parts)
+
+
+def offline_limit(usage: Usage) -> str:
+    """What a placement without objectives is limited by: the phase or the link that is busiest."""
+    parts = [("prefill", usage.prefill_device), ("decode", usage.decode_device), ("moving KV", usage.link)]
+    known = [(share, name) for name, share in parts if share is not None]
+    if usage.unified_device is not None or not known:
+        return "limited by its own speed"
+    (most, name), *others = sorted(known, reverse=True)
+    rest = ", ".join(f"{other} {100 * share:.0f} %" for share, other in others)
+    return f"limited by {name}, in use {100 * most:.0f} % of the time ({rest})"
 
 
 def _bottleneck(diagnosis: Diagnosis | None) -> str:

@@ -22,7 +22,7 @@ from distserve_planner.search.least_devices import least_devices, sized_units
 from distserve_planner.search.problem import Family, Problem
 from distserve_planner.search.ranking import Ranked, rank
 from distserve_planner.search.reach import check_reachable
-from distserve_planner.search.reasons import missed, reason
+from distserve_planner.search.reasons import missed, offline_limit, reason
 from distserve_planner.search.result import Objective, Row, SearchResult, Statistics
 from distserve_planner.search.result_file import best_by_family
 from distserve_planner.search.tasks import DiagnosisTask, OfflineResult, OfflineTask, ScaleResult, ScaleTask
@@ -217,7 +217,8 @@ class _Search:
         for candidate, result in zip(candidates, results, strict=True):
             assert isinstance(result, OfflineResult)
             text = f"{result.tokens_s:.4g} tokens/s, {result.requests_s:.3g} req/s"
-            rows.append(Row(candidate.deployment, result.tokens_s, text, ""))
+            why = offline_limit(result.usage) if result.usage is not None else "serves hardly any request"
+            rows.append(Row(candidate.deployment, result.tokens_s, text, why))
         return rows
 
     def explain(self, rows: list[Row], winner: Row) -> tuple[list[Row], Diagnosis | None]:
@@ -245,7 +246,8 @@ class _Search:
         if row is winner:
             text = "best"
         elif row.entry is None:
-            text = row.reason or f"{100 * row.score / winner.score:.0f} % of the best"
+            share = winner.score and row.score / winner.score
+            text = f"{100 * share:.0f} % of the best; {row.reason}"
         elif self.objective.kind == "least-devices" and row.entry.rate > 0:
             text = f"needs {row.deployment.devices} devices, the best {winner.deployment.devices}"
             if row.deployment.devices == winner.deployment.devices and row.entry.at and winner.entry:

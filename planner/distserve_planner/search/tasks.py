@@ -10,6 +10,7 @@ from distserve.core.shapes import Shape
 from distserve_planner.goodput import Goodput, Verdict
 from distserve_planner.search.deployment import Deployment
 from distserve_planner.search.diagnosis import Diagnosis
+from distserve_planner.simulator.usage import Usage
 from distserve_planner.slo import Attainment
 
 
@@ -96,10 +97,11 @@ class ScaleResult:
 
 @dataclass(frozen=True)
 class OfflineResult:
-    """Requests and output tokens per second, without the start and the tail."""
+    """Requests and output tokens per second, without the start and the tail; and how busy what was."""
 
     requests_s: float
     tokens_s: float
+    usage: Usage | None = None
 
 
 Result = Goodput | Verdict | ScaleResult | OfflineResult | Diagnosis | float
