@@ -10,13 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_tools.console import StepLines
 from distserve_tools.demo_model import DEMO_MODEL, ensure_demo_model
@@ -29,32 +30,32 @@ from distserve_tools.turnover.scenario import Scenario
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `distserve bench watch`."""
-    usual = Scenario(DEMO_MODEL)
+    usual = {field.name: field.default for field in fields(Scenario)}
     parser.add_argument("--output", type=Path, default=Path("build/turnover"), help="folder (%(default)s)")
     parser.add_argument("--profile", type=Path, help="step times of the model, instead of measuring")
-    parser.add_argument("--rate", type=float, default=usual.rate_rps, metavar="RPS", help="%(default)g")
-    parser.add_argument("--window-s", type=float, default=usual.window_s, metavar="S", help="%(default)g")
-    parser.add_argument("--first-s", type=float, default=usual.first_s, metavar="S", help="%(default)g")
-    parser.add_argument("--second-s", type=float, default=usual.second_s, metavar="S", help="%(default)g")
+    for name, what in (
+        ("window_s", "of the watch"),
+        ("first_s", "of long prompts"),
+        ("second_s", "of long answers"),
+    ):
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            option, type=float, default=usual[name], metavar="S", help=f"{what} (%(default)g)"
+        )
     parser.add_argument("--only-watched", action="store_true", help="leave the pass without the watch out")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the placement was changed and no request failed."""
     lines = StepLines()
-    scenario = Scenario(
-        DEMO_MODEL,
-        rate_rps=args.rate,
-        window_s=args.window_s,
-        first_s=args.first_s,
-        second_s=args.second_s,
-    )
     args.output.mkdir(parents=True, exist_ok=True)
     passes: dict[str, Pass] = {}
     try:
         with signals_interrupt():
             ensure_demo_model(lines.say)
             profile = args.profile or profile_on_a_core(DEMO_MODEL, args.output / "profile.yaml", lines.say)
+            lasting = {"window_s": args.window_s, "first_s": args.first_s, "second_s": args.second_s}
+            scenario = Scenario.sized(DEMO_MODEL, Profile.load(profile), **lasting)
             for name, watched in (("watched", True), ("left alone", False)):
                 if watched or not args.only_watched:
                     lines.say(f"{name}: the placement is {'changed when it pays' if watched else 'kept'}")
@@ -125,7 +126,8 @@ def _show(scenario: Scenario, passes: dict[str, Pass]) -> None:
     change = passes["watched"].change_s
     table = Table("load", "from", "to", "requests", *passes, "failed")
     slo = scenario.slo
-    table.title = f"both objectives met (TTFT {slo.ttft_s:g} s, TPOT {1e3 * slo.tpot_s:g} ms)"
+    limits = f"TTFT {slo.ttft_s:.2f} s, TPOT {1e3 * slo.tpot_s:.0f} ms"
+    table.title = f"{scenario.rate_rps:.2f} requests/s; both objectives met ({limits})"
     for phase in phases(scenario, change):
         parts = [phase.of(done.records) for done in passes.values()]
         failed = sum(r.error is not None for part in parts for r in part)

@@ -1,5 +1,9 @@
 """What is served and asked: three instances on two cores, and requests that turn from long prompts to long
-answers."""
+answers.
+
+Everything follows from the profile of a core, so that the load means the same on each machine: one decode
+instance is too little for the second mix, two are enough, and two prefill instances have room in the first.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import yaml
 from numpy.typing import NDArray
 
 from distserve_planner.placement_file import PLACEMENT_SCHEMA
+from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
 
@@ -19,6 +24,12 @@ SPREAD = 0.25  # lengths are uniform within this share of their mean
 KV_BYTES = 128 << 20
 MEMORY_GIB = 2.0  # of a device, for the planner
 BLOCK_SIZE = 16
+MAX_BATCH = 4  # see `Scenario`
+SHORT, LONG = 24, 64  # tokens in and out of the second mix
+FEW = 6  # tokens out of the first
+DECODE_LOAD = 1.2  # of one decode instance by the second mix
+PREFILL_LOAD = 0.35  # of each of two prefill instances by the first
+TTFT_FACTOR, TPOT_FACTOR = 8.0, 2.5  # objectives over what a prompt, and a step of a full batch, take
 
 
 @dataclass(frozen=True)
@@ -31,23 +42,49 @@ class Mix:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A rate, two mixes, how long each lasts, and the limits of all instances.
+    """A rate, two mixes, how long each lasts, objectives, and the limits of all instances.
 
     max_batch: requests that decode at once in an instance. It stands for KV memory: what a core's own memory
     holds of this model would never be the limit.
     """
 
     model: str
-    first: Mix = Mix(320, 8)
-    second: Mix = Mix(24, 96)
-    rate_rps: float = 2.4
+    first: Mix
+    second: Mix
+    rate_rps: float
+    ttft_s: float
+    tpot_s: float
     first_s: float = 90.0
-    second_s: float = 210.0
-    ttft_s: float = 1.5  # objectives
-    tpot_s: float = 0.06
-    max_batch: int = 4
+    second_s: float = 180.0
+    max_batch: int = MAX_BATCH
     window_s: float = 15.0
     seed: int = 0
+
+    @classmethod
+    def sized(cls, model: str, profile: Profile, **values: float) -> Scenario:
+        """For the speed of a core; `values` are further fields."""
+        core = profile.latency_model().instance(1)
+        step_s = core.decode_total_s(MAX_BATCH, MAX_BATCH * (SHORT + LONG / 2))
+        rate = DECODE_LOAD * MAX_BATCH / step_s / LONG
+        longest = profile.model.max_context // 2
+        prompt = next(
+            (
+                n
+                for n in range(longest, SHORT, -1)
+                if core.prefill_total_s(n, n**2, 1) * rate <= 2 * PREFILL_LOAD
+            ),
+            SHORT,
+        )
+        ttft_s = TTFT_FACTOR * core.prefill_total_s(prompt, prompt**2, 1)
+        return cls(
+            model,
+            Mix(prompt, FEW),
+            Mix(SHORT, LONG),
+            rate,
+            ttft_s,
+            TPOT_FACTOR * step_s,
+            **values,  # type: ignore[arg-type]
+        )
 
     @property
     def slo(self) -> Slo:
