@@ -20,6 +20,8 @@ from distserve_planner.cli import main
 from distserve_planner.placement_file import parse_placement
 from distserve_planner.render import render
 from distserve_planner.repository_files import MANIFEST, write_repository
+from distserve_tools.device_check.serving import placement as check_placement
+from distserve_tools.device_check.settings import Settings
 
 CPU = """\
 schema: placement/1
@@ -87,6 +89,22 @@ def test_instance_groups() -> None:
     several = one_instance("cuda:1, cuda:2", ", tp: 2")
     assert [(g.kind, list(g.gpus)) for g in several.instance_group] == [(kinds.KIND_MODEL, [])]
     assert several.parameters["devices"].string_value == "cuda:1,cuda:2"
+
+
+def test_two_instances_on_one_gpu() -> None:
+    """As `distserve device-check` serves them: kinds, GPU ids and what the engines are told."""
+    settings = Settings("cuda:5", "bf16", "device", "/tmp")
+    placement = parse_placement(check_placement(settings, Path("/m"))).placement
+    files = render(placement)
+    kinds = model_config_pb2.ModelInstanceGroup
+    for name, role, graphs in (("prefill_0", "prefill", None), ("decode_0", "decode", True)):
+        config = model_config(files[f"{name}/config.pbtxt"])
+        assert config.backend == "python"
+        groups = config.instance_group
+        assert [(g.kind, list(g.gpus), g.count) for g in groups] == [(kinds.KIND_GPU, [5], 1)]
+        engine = EngineConfig.load(json.loads(config.parameters["engine"].string_value))
+        assert (engine.role, engine.devices, engine.dtype) == (role, ("cuda:5",), "bf16")
+        assert (engine.decode_graphs, engine.kv_bytes) == (graphs, 4 << 30)
 
 
 def test_one_repository_per_node() -> None:
