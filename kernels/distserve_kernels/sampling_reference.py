@@ -61,6 +61,8 @@ def draw(logits: Tensor, how: Truncation, uniforms: Tensor) -> Tensor:
             scores = _apply_min_p(scores, scores.amax(1, keepdim=True), how.min_p)
         return _invert(scores, uniforms)
     values, ids = _candidates(scores, how)
+    if values.shape == scores.shape:
+        return _invert(torch.empty_like(scores).scatter_(1, ids, values), uniforms)
     order = ids.argsort(1)
     picked = _invert(values.gather(1, order), uniforms)
     return ids.gather(1, order.gather(1, picked.unsqueeze(1))).squeeze(1)

@@ -114,6 +114,8 @@ def _runner(settings: Settings, name: str, model: ModelConfig, load: Load) -> tu
     runner = ModelRunner(EngineConfig.load(values), model, weights=weights)
     block_bytes = BLOCK * model.kv_bytes_per_token(settings.dtype)
     useful = max(load.batches) * -(-context // BLOCK)
+    if settings.on_gpu:
+        torch.cuda.empty_cache()  # of tensors that were random numbers
     free = free_bytes(parsed.torch_device)
     blocks = max(LEAST_BLOCKS, min(useful, (free - SPARE[settings.scale]) // block_bytes))
     runner.allocate(blocks)

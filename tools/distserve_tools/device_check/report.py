@@ -29,8 +29,11 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _rows(name: str, part: Mapping[str, Any], aims: Mapping[str, float]) -> list[Row]:
+    told: list[Row] = []
     if part["state"] != "done":
-        return [(name, f"**{part['state']}**: {_cell(part['why'])}", "", "", "")]
+        told = [(name, f"**{part['state']}**: {_cell(part['why'])}", "", "", "")]
+    if "rows" not in part:
+        return told
     kind = name.split()[0]
     if kind == "kernels":
         rows = _kernels(part, aims)
@@ -45,7 +48,7 @@ def _rows(name: str, part: Mapping[str, Any], aims: Mapping[str, float]) -> list
             "gpu": _tests,
         }
         rows = plain[kind](part)
-    return [(name, *row) for row in rows]
+    return [*told, *((name, *row) for row in rows)]
 
 
 def _ceilings(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
