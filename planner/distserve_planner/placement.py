@@ -27,13 +27,18 @@ _SCHEDULER_LIMITS = (
 
 
 def placement_of(
-    problem: Problem, result: SearchResult, model: str, workload: str, grpc_port: int | None = None
+    problem: Problem,
+    result: SearchResult,
+    model: str,
+    workload: str,
+    grpc_port: int | None = None,
+    transfer_secret_file: str | None = None,
 ) -> Placement:
     """The winner on its devices, with the limits that were simulated and what was predicted.
 
     model: a folder or cache:NAME, as the engines will find it. grpc_port: of the tritonserver of each node
-    but the first, where there are several. Raises `ConfigError` if an instance spans nodes and none is given:
-    rank 0 calls the other nodes there.
+    but the first, where there are several. transfer_secret_file: where these are several hosts. Raises
+    `ConfigError` if an instance spans nodes without a port, at which rank 0 calls the others.
     """
     deployment = result.winner.deployment
     spread = [p for p in result.placed if len(p.nodes) > 1]
@@ -61,6 +66,7 @@ def placement_of(
         cast(Dtype, problem.latency.dtype),
         problem.assumptions.block_size,
         nodes,
+        transfer_secret_file=transfer_secret_file,
         orchestrator=_ordering("scheduling", problem.assumptions.ordering()) or None,
         predicted=predicted(problem, result, workload),
     )

@@ -319,7 +319,8 @@ def test_a_winner_over_several_nodes_becomes_a_placement_and_a_repository_per_no
     result = replace(found, winner=replace(found.winner, deployment=deployment), placed=placed)
     with pytest.raises(ConfigError, match=r"prefill_0 .* lies on node0, node1; give --grpc-port"):
         placement_of(given, result, "some/folder", "sharegpt")
-    placement = placement_of(given, result, "some/folder", "sharegpt", grpc_port=8101)
+    placement = placement_of(given, result, "some/folder", "sharegpt", 8101, "/etc/secret")
+    assert placement.transfer_secret_file == "/etc/secret"
     check_placement(parse_placement(placement.dump()))
     prefill, decode = placement.instances
     # segments of the same layers share a node, and no device is given twice

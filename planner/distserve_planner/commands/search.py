@@ -75,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--save", type=Path, metavar="FILE", help="write the winner as a placement file")
     what.add_argument("--generate", type=Path, metavar="FOLDER", help="write its model repository, too")
     what.add_argument("--grpc-port", type=int, metavar="PORT", help="of further nodes' tritonservers")
+    what.add_argument(
+        "--transfer-secret-file",
+        metavar="FILE",
+        help="that instances on several hosts share, on each of them",
+    )
     what.add_argument("--force", action="store_true", help="overwrite generated files that were edited")
     what.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -91,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
         result = search(problem, objective, jobs, tell)
     text = None
     if args.save or args.generate:
-        text = placement_of(problem, result, args.model, workload, args.grpc_port).dump()
+        text = placement_of(
+            problem, result, args.model, workload, args.grpc_port, args.transfer_secret_file
+        ).dump()
     if args.json:
         found = {**document(problem, result, workload), "options": planning_values(args)}
         found["result"] = to_values(problem, result)
