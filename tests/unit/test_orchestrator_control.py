@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from distserve.serving.client_request import ClientRequest
 from distserve.serving.control import run_control
+from distserve.serving.params import Parameters
 from distserve.serving.schema import ServingError
 from engine_double import generate
-from orchestrator_bench import VOCAB, Bench, scenario
+from orchestrator_bench import VOCAB, Bench, Recorder, scenario
 
 
 async def control(bench: Bench, **call: Any) -> dict[str, Any]:
@@ -22,6 +24,25 @@ async def control(bench: Bench, **call: Any) -> dict[str, Any]:
 def instance(status: dict[str, Any], name: str) -> dict[str, Any]:
     found: dict[str, Any] = next(entry for entry in status["instances"] if entry["instance"] == name)
     return found
+
+
+@scenario()
+async def test_requests_are_cancelled_by_their_key(bench: Bench) -> None:
+    key, sinks = "k" * 16, [Recorder() for _ in range(3)]
+    for sink, given in zip(sinks, (key, key, ""), strict=True):
+        params = Parameters(max_tokens=4000 if given else 40, stream=True)
+        await bench.orchestrator.serve(ClientRequest(params, ids=(1, 2), cancel_key=given), sink)
+    await sinks[0].tokens(2)
+    for wrong in ("x" * 16, "x" * 128):
+        assert (await control(bench, op="cancel", cancel_key=wrong))["cancelled"] == 0
+    for bad in ("", "k" * 15, "k" * 129, 7, None):
+        with pytest.raises(ServingError, match=r"control\.cancel_key=.*16 to 128 characters"):
+            await control(bench, op="cancel", cancel_key=bad)
+    assert (await control(bench, op="cancel", cancel_key=key))["cancelled"] == 2
+    for sink in sinks:
+        await sink.end()
+    assert [sink.error.code if sink.error else None for sink in sinks] == ["CANCELLED", "CANCELLED", None]
+    await bench.settled()
 
 
 @scenario()

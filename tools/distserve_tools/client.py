@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from distserve.serving.access import Access
 from distserve.serving.schema import ERROR_CODES
 
+_END_S = 3.0
 _OUTPUTS = (
     "text_output",
     "output_ids",
@@ -76,7 +80,7 @@ class Completion:
 class Client:
     """Talks to one server's orchestrator at `url` (host:port of its gRPC endpoint).
 
-    `access` is for control operations other than `status`.
+    `access` is for control operations that change the server.
     """
 
     def __init__(self, url: str, model: str = "orchestrator", access: Access | None = None) -> None:
@@ -114,8 +118,10 @@ class Client:
         """Generates from a text or from token ids; `sampling` as in `sampling_parameters`.
 
         Closing the iterator early cancels the request; so does `cancel()` of the call that `on_call` gets,
-        from any thread and at any moment. Raises `RequestError`.
+        from any thread and at any moment, but by gRPC (see `_end`). Raises `RequestError`.
         """
+        key = secrets.token_hex(16)
+        sampling["cancel_key"] = key
         request = service_pb2.ModelInferRequest(model_name=self._model)
         if isinstance(prompt, str):
             _add_text(request, "text_input", prompt)
@@ -124,7 +130,7 @@ class Client:
         _add_text(request, "sampling_parameters", json.dumps(sampling))
         for name, value in (("stream", stream), ("exclude_input_in_output", True)):
             _add(request, name, "BOOL", 1, bytes([value]))
-        for response in self._responses(request, _OUTPUTS, timeout_s, on_call):
+        for response in self._responses(request, _OUTPUTS, timeout_s, on_call, key):
             yield _chunk(response)
 
     def complete(
@@ -137,7 +143,7 @@ class Client:
     def control(self, op: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
         """A control operation of the orchestrator, such as `status`. Raises `RequestError`."""
         request = service_pb2.ModelInferRequest(model_name=self._model)
-        if self._access is not None and op != "status":
+        if self._access is not None and op not in ("status", "cancel"):
             arguments["key"] = self._access.operator_key
         _add_text(request, "control", json.dumps({"op": op, **arguments}))
         answers = [
@@ -155,24 +161,44 @@ class Client:
         outputs: Sequence[str],
         timeout_s: float,
         on_call: Callable[[grpc.Call], None] | None = None,
+        key: str | None = None,
     ) -> Iterator[Any]:
-        """Read it to the end: Triton 24.10 may keep a request for ever whose stream is cancelled between its
-        last response and its end, and then its model never unloads.
-        """
         tensor = service_pb2.ModelInferRequest.InferRequestedOutputTensor
         request.outputs.extend(tensor(name=name) for name in outputs)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
         if on_call is not None:
             on_call(call)
+        ended = False
         try:
             for message in call:
                 if message.error_message:
                     raise request_error(message.error_message)
                 yield message.infer_response
+            ended = True
         except grpc.RpcError as error:
+            ended = True
             raise RequestError(error.code().name, error.details() or "") from None
         finally:
-            call.cancel()
+            if not ended:
+                self._end(call, key)
+
+    def _end(self, call: Any, key: str | None) -> None:
+        """Has the orchestrator end a request, and reads its stream to the end.
+
+        A stream that is cancelled by gRPC may crash Triton 24.10 (its issues 7368 and 8034), or, between its
+        last response and its end, be kept for ever, so that its model never unloads. It is the last resort.
+        """
+        last_resort = threading.Timer(_END_S, call.cancel)
+        last_resort.start()
+        try:
+            if key is not None:
+                with contextlib.suppress(RequestError):
+                    self.control("cancel", _END_S, cancel_key=key)
+            with contextlib.suppress(grpc.RpcError):
+                for _ in call:
+                    pass
+        finally:
+            last_resort.cancel()
 
 
 def gather(chunks: Iterator[Chunk], sent_s: float) -> Completion:

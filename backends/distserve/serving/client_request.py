@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distserve.serving.params import Parameters, invalid, merge, parse_parameters
 from distserve.serving.schema import ServingError
 
 MAX_JSON_BYTES = 1 << 20
+CANCEL_KEY_CHARS = range(16, 129)
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ClientRequest:
     ids: tuple[int, ...] | None = None
     timeout_s: float | None = None
     client_id: str = ""  # the client's own word for it, for logs only
+    cancel_key: str = ""  # whoever knows it may cancel the request
 
 
 def parse_request(
@@ -50,10 +52,25 @@ def parse_request(
     if (text is None) == (ids is None):
         both = "both are given" if text is not None else "none is given"
         raise ServingError("INVALID_ARGUMENT", f"text_input or input_ids: {both}; exactly one is needed")
+    cancel_key = merged.pop("cancel_key", None)
     params = parse_parameters(merged, vocab_size)
+    request = ClientRequest(
+        params,
+        timeout_s=timeout_s,
+        client_id=client_id,
+        cancel_key="" if cancel_key is None else read_cancel_key("cancel_key", cancel_key),
+    )
     if text is not None:
-        return ClientRequest(params, text=_text(text), timeout_s=timeout_s, client_id=client_id)
-    return ClientRequest(params, ids=_ids(ids, vocab_size), timeout_s=timeout_s, client_id=client_id)
+        return replace(request, text=_text(text))
+    return replace(request, ids=_ids(ids, vocab_size))
+
+
+def read_cancel_key(field: str, key: object) -> str:
+    """Raises `ServingError` (INVALID_ARGUMENT)."""
+    if not isinstance(key, str) or len(key) not in CANCEL_KEY_CHARS:
+        allowed = f"{CANCEL_KEY_CHARS[0]} to {CANCEL_KEY_CHARS[-1]}"
+        raise invalid(field, key, f"must be a string of {allowed} characters that nobody can guess")
+    return key
 
 
 def _json_object(field: str, text: object) -> Mapping[str, Any]:

@@ -9,7 +9,11 @@ called again; the answer comes then. The launcher does this before it ends the s
 unload the instances below running requests, and may crash when it unloads this model while a call to an
 instance is on its way.
 
-All but ``status`` need ``"key"``, the operator's (`Access`), where the server has one.
+``{"op": "cancel", "cancel_key": ...}`` ends the requests that were sent with this key, with CANCELLED. A
+client that does this instead of closing its gRPC stream, and then reads that to its end, spares Triton 24.10
+a cancellation, during which it may crash.
+
+All but ``status`` and ``cancel`` need ``"key"``, the operator's (`Access`), where the server has one.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 from distserve.core.parsing import ConfigError, nearest, parse
 from distserve.serving.access import Access
+from distserve.serving.client_request import read_cancel_key
 from distserve.serving.orchestrator import Orchestrator
 from distserve.serving.orchestrator_config import InstanceSpec
 from distserve.serving.params import invalid
@@ -51,7 +56,7 @@ async def run_control(orchestrator: Orchestrator, text: str, access: Access | No
     for name in call:
         if name not in ("op", "key") and name not in known:
             raise ServingError("INVALID_ARGUMENT", f"control: unknown key '{name}'{nearest(name, known)}")
-    if access is not None and run is not _status and not access.is_operator(call.get("key")):
+    if access is not None and call["op"] not in _FOR_EVERYBODY and not access.is_operator(call.get("key")):
         given = "is not this server's" if "key" in call else "is missing"
         raise ServingError("FAILED_PRECONDITION", f"unauthenticated: control.key {given}")
     return json.dumps({"ok": True, **await run(orchestrator, call)})
@@ -78,6 +83,14 @@ async def _status(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[s
         "max_total": limits.max_total if limits else None,
         "instances": fleet.describe(),
     }
+
+
+async def _cancel(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str, Any]:
+    key = read_cancel_key("control.cancel_key", call.get("cancel_key"))
+    found = [session for session in orchestrator.sessions.values() if session.cancel_key == key]
+    for session in found:
+        orchestrator.cancel(session)
+    return {"cancelled": len(found)}
 
 
 async def _attach(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,9 +145,11 @@ async def _stop(orchestrator: Orchestrator, call: Mapping[str, Any]) -> dict[str
     return {"stopped": True}
 
 
+_FOR_EVERYBODY = frozenset({"status", "cancel"})
 _Run = Callable[[Orchestrator, Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 _OPERATIONS: Mapping[str, tuple[tuple[str, ...], _Run]] = {
     "status": ((), _status),
+    "cancel": (("cancel_key",), _cancel),
     "attach": (("instance", "wait_s"), _attach),
     "drain": (("instance", "remove"), _drain),
     "stop": (("drain_s",), _stop),

@@ -192,6 +192,7 @@ class Orchestrator:
             due_s=arrival_s + (math.inf if objectives.ttft_s is None else objectives.ttft_s),
             id_prefix=f"{self.epoch:x}-",
             client_id=request.client_id,
+            cancel_key=request.cancel_key,
         )
         own = Objectives(params.ttft_slo, params.tpot_slo)
         self._forecaster.check(session, objectives if self.config.refuse_late else own, self.now())

@@ -64,10 +64,12 @@ class Session:
         due_s: float,
         id_prefix: str,
         client_id: str = "",
+        cancel_key: str = "",
     ) -> None:
         self.number = number  # in order of arrival
         self.id = f"{id_prefix}{number}"
         self.client_id = client_id
+        self.cancel_key = cancel_key
         self.prompt = list(prompt)
         self.output: list[int] = []
         self.max_tokens = max_tokens

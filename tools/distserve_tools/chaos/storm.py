@@ -1,8 +1,13 @@
-"""Cancel storms: clients that go away at random moments, by gRPC cancel, HTTP disconnect or death."""
+"""Cancel storms: clients go away at random moments, by cancel key, gRPC cancel, HTTP disconnect or death.
+
+Triton 24.10 may crash when gRPC streams are cancelled (its issues 7368 and 8034). The server is started again
+then; requests that were under way, or came meanwhile, count as refused, and the outcome says how often.
+"""
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import random
 import subprocess
@@ -25,6 +30,7 @@ CLIENTS = 32
 LONGEST_S = 0.6  # a cancelled request lives between no time and this long
 WHOLE_SHARE = 0.1  # of requests that nobody cancels: their text must be right
 HTTP_SHARE = 0.2
+KEY_SHARE = 0.3
 VICTIM_STREAMS = 25
 _SLOPE_FROM = 2000  # requests: below, a slope is mostly warm-up
 MAX_SLOPE_MB = 1.0  # per 1,000 requests
@@ -63,7 +69,7 @@ def cancel_storm(name: str, deployment: Deployment, seed: int, requests: int) ->
     expected = references(deployment, references_of)
     storm = _Storm(deployment, expected, seed, requests)
     points: list[tuple[float, dict[str, float]]] = []
-    began_s = time.monotonic()
+    began_s, restarts = time.monotonic(), deployment.server.restarts
     prefills = [deployment.engine(entry) for entry in deployment.boot_blocks if entry.startswith("prefill")]
     with Pauses(prefills, seed):
         threads = [threading.Thread(target=_client, args=(storm, i), daemon=True) for i in range(CLIENTS)]
@@ -77,8 +83,12 @@ def cancel_storm(name: str, deployment: Deployment, seed: int, requests: int) ->
     aftermath = settle(
         deployment, recover(deployment, references_of[0], expected[references_of[0]], time.monotonic())
     )
+    restarts = deployment.server.restarts - restarts
     details = {"seconds": round(time.monotonic() - began_s, 1), **_growth(points)}
+    details["server_restarts"] = float(restarts)
     notes = [*storm.notes]
+    if storm.counts["refused"] and not restarts:
+        notes.append(f"{storm.counts['refused']} refused by a server that lives")
     if requests > _SLOPE_FROM and details["worst_slope_mb"] > MAX_SLOPE_MB:
         notes.append(f"memory grows by {details['worst_slope_mb']} MB per 1,000 requests")
     return Outcome(name, seed, storm.counts, aftermath, notes, details)
@@ -102,18 +112,21 @@ def _client(storm: _Storm, number: int) -> None:
                 _whole(storm, rng.choice(known))
             elif draw < WHOLE_SHARE + HTTP_SHARE:
                 _disconnect(storm, rng)
+            elif draw < WHOLE_SHARE + HTTP_SHARE + KEY_SHARE:
+                _close(storm, rng)
             else:
                 _cancel(storm, rng)
+        except RequestError as error:
+            fate = {"CANCELLED": "cancelled", "UNAVAILABLE": "refused"}.get(error.code, "lost")
+            storm.count(fate, str(error) if fate == "lost" else "")
+        except (OSError, http.client.HTTPException):
+            storm.count("refused")
         except Exception as error:
             storm.count("lost", repr(error))
 
 
 def _whole(storm: _Storm, job: Job) -> None:
-    try:
-        answer = storm.deployment.client.complete(job.prompt, 60.0, **job.sampling)
-    except RequestError as error:
-        storm.count("lost", str(error))
-        return
+    answer = storm.deployment.client.complete(job.prompt, 60.0, **job.sampling)
     right = answer.token_ids == storm.expected[job]
     fate = "continued" if answer.stage_times.get("recoveries") else "finished"
     storm.count(fate if right else "lost", "" if right else "wrong text")
@@ -139,18 +152,22 @@ def _cancel(storm: _Storm, rng: random.Random) -> None:
         timers.append(threading.Timer(delay_s, call.cancel))
         timers[0].start()
 
-    fate = "finished"
     try:
         prompt = random_prompt(rng.randrange(1, 200), rng)
         for _ in storm.deployment.client.stream(prompt, 60.0, on_call=started, **_sampling(rng)):
             pass
-    except RequestError as error:
-        fate = "cancelled" if error.code == "CANCELLED" else "lost"
-        storm.count(fate, "" if fate == "cancelled" else str(error))
-        return
     finally:
         timers[0].cancel()
-    storm.count(fate)
+    storm.count("finished")
+
+
+def _close(storm: _Storm, rng: random.Random) -> None:
+    """A stream that its reader leaves after some messages: the client cancels it by its key."""
+    stream = storm.deployment.client.stream(random_prompt(rng.randrange(1, 200), rng), 60.0, **_sampling(rng))
+    wanted = rng.randrange(1, 40)
+    messages = sum(1 for _ in itertools.islice(stream, wanted))
+    stream.close()  # type: ignore[attr-defined]
+    storm.count("finished" if messages < wanted else "cancelled")
 
 
 def _disconnect(storm: _Storm, rng: random.Random) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
@@ -26,6 +28,9 @@ _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+_END_S = 3.0
+_CANCEL_S = 1.0
+_AGAIN_S = 0.2
 _OUTPUTS = ("text_output", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens")
 
 
@@ -49,32 +54,40 @@ class TritonBackend:
         self._model = model
         self._timeout_s = timeout_s
         self._restarts = RestartWatch(self.status)
+        self._ending: set[asyncio.Task[None]] = set()  # streams that nobody reads any more
 
     async def close(self) -> None:
         await self._restarts.close()
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
         await self._client.close()
 
     async def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """The orchestrator's `status`. Raises `ApiError` 503 if it does not answer in time."""
-        request = self._request(
-            {"control": np.array([b'{"op": "status"}'], dtype=object)}, ("control_output",)
-        )
-        status: dict[str, Any] | None = None
         asked_s = time.monotonic()
+        status = await self._control({"op": "status"}, timeout_s)
+        self._restarts.told(status, asked_s)
+        return status
+
+    async def _control(self, call: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        inputs = {"control": np.array([json.dumps(call).encode()], dtype=object)}
+        request = self._request(inputs, ("control_output",))
+        answer: dict[str, Any] | None = None
         never = asyncio.get_running_loop().create_future()
         async with aclosing(self._responses(request, timeout_s, never)) as responses:
             async for result in responses:
-                status = json.loads(result.as_numpy("control_output")[0])
-        if status is None:
-            raise ApiError(503, "the orchestrator sent no status", "service_unavailable")
-        self._restarts.told(status, asked_s)
-        return status
+                answer = json.loads(result.as_numpy("control_output")[0])
+        if answer is None:
+            raise ApiError(503, f"no answer to {call['op']!r}", "service_unavailable")
+        return answer
 
     async def generate(
         self, prompt: Prompt, sampling: Mapping[str, Any], logprobs: int | None
     ) -> AsyncGenerator[Chunk, None]:
         """Streams one choice. Closing the iterator early cancels the request on the server."""
-        parameters = {**sampling, **({} if logprobs is None else {"logprobs": logprobs})}
+        key = secrets.token_hex(16)
+        parameters = {**sampling, "cancel_key": key, **({} if logprobs is None else {"logprobs": logprobs})}
         inputs = {
             "stream": np.array([True]),
             "exclude_input_in_output": np.array([True]),
@@ -90,7 +103,8 @@ class TritonBackend:
         request = self._request(inputs, outputs)
         finished = False
         with self._restarts.request() as watched:
-            async with aclosing(self._responses(request, self._timeout_s, watched.lost)) as responses:
+            source = self._responses(request, self._timeout_s, watched.lost, key)
+            async with aclosing(source) as responses:
                 async for result in responses:
                     chunk = _chunk(result)
                     finished = chunk.finish_reason is not None
@@ -109,16 +123,15 @@ class TritonBackend:
         return {"model_name": self._model, "inputs": tensors, "outputs": requested}
 
     async def _responses(
-        self, request: dict[str, Any], timeout_s: float, lost: asyncio.Future[None]
+        self, request: dict[str, Any], timeout_s: float, lost: asyncio.Future[None], key: str | None = None
     ) -> AsyncGenerator[Any, None]:
         async def one() -> AsyncIterator[dict[str, Any]]:
             yield request
 
-        # A stream is read to its end: cancelled between its last response and its end, Triton 24.10 may
-        # keep the request for ever and never unload its model.
         deadline = time.monotonic() + timeout_s
         stream = self._client.stream_infer(one())
         following: asyncio.Future[Any] | None = None
+        ended = False
         try:
             while True:
                 following = asyncio.ensure_future(anext(stream))
@@ -131,14 +144,43 @@ class TritonBackend:
                     raise _api_error(error)
                 yield result
         except StopAsyncIteration:
-            return
+            ended = True
         except InferenceServerException as error:
+            ended = True
             raise _api_error(error) from None
         finally:
-            stream.cancel()
-            if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+            if not ended:
+                task = asyncio.create_task(self._end(stream, following, key))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    async def _end(self, stream: Any, following: asyncio.Future[Any] | None, key: str | None) -> None:
+        """Has the orchestrator end a request, and reads its stream to the end.
+
+        A stream that is cancelled by gRPC may crash Triton 24.10 (its issues 7368 and 8034), or, between its
+        last response and its end, be kept for ever, so that its model never unloads. It is the last resort.
+        """
+        reading = asyncio.create_task(_to_the_end(stream, following))
+        give_up_s = time.monotonic() + _END_S
+        try:
+            while not reading.done() and time.monotonic() < give_up_s:
+                if key is not None:  # perhaps it is not admitted yet: then again
+                    with contextlib.suppress(ApiError):
+                        await self._control({"op": "cancel", "cancel_key": key}, _CANCEL_S)
+                await asyncio.wait({reading}, timeout=_AGAIN_S)
+        finally:
+            if not reading.done():
+                stream.cancel()
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _to_the_end(stream: Any, following: asyncio.Future[Any] | None) -> None:
+    with contextlib.suppress(StopAsyncIteration, InferenceServerException):
+        if following is not None:
+            await following
+        async for _ in stream:
+            pass
 
 
 def _orphaned() -> ApiError:
