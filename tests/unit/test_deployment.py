@@ -100,6 +100,15 @@ def test_the_containers_placement_is_a_fixed_point(used: list[tuple[str, set[int
         assert inside == {f"cuda:{i}" for i in range(len(node.gpus))}
 
 
+def test_an_instance_over_nodes_has_a_device_in_each_container() -> None:
+    over = InstancePlan("unified", ("cuda:2", "cuda:5"), nodes=("a", "b"), pp=2)
+    nodes = (NodePlan("a", "10.0.0.1"), NodePlan("b", "10.0.0.2"))
+    plan = container_plan(Placement("placement/1", "/x/model", (over,), nodes=nodes), Settings())
+    assert plan.placement.instances[0].devices == ("cuda:0", "cuda:0")
+    assert [node.gpus for node in plan.nodes] == [(2,), (5,)]
+    assert [node.instances for node in plan.nodes] == [("unified_0",)] * 2
+
+
 def test_models_by_name_stay_names() -> None:
     assert model_folder("cache:m").target == "/var/cache/distserve/models/m"
     plan = container_plan(default_placement().placement, Settings())
