@@ -160,6 +160,7 @@ class Fleet:
             "epoch": status.epoch if status else None,
             "max_context": status.max_context if status else None,
             "blocks_total": status.blocks_total if status else None,
+            "attention": status.attention if status else None,
             "block_size": status.block_size if status else None,
             "restarts": link.restarts,
             "requests": len(link.targets),

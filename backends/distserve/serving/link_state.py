@@ -30,6 +30,7 @@ class InstanceStatus:
     pieces_above: int | None = (
         None  # longer prompts are computed in pieces, and overtaken; None: they are not
     )
+    attention: str = ""  # name of its implementation
 
     @property
     def pool_tokens(self) -> int:
@@ -51,6 +52,7 @@ class InstanceStatus:
             max_batch_size=int(reply["max_batch_size"]),
             max_batch_tokens=int(reply["max_batch_tokens"]),
             pieces_above=None if reply.get("pieces_above") is None else int(reply["pieces_above"]),
+            attention=str(reply.get("attention", "")),
         )
 
 
