@@ -49,6 +49,18 @@ def check_placement(
             raise PlacementError(problems)
 
 
+def rank_bytes(placement: Placement, model: ModelConfig, instance: InstancePlan) -> int:
+    """Bytes of the fullest rank: its weights, and its KV pool or, without a limit, one long sequence."""
+    dtype, limits = placement.dtype, instance.limits
+    weights = weight_bytes_per_device(model, instance.tp, instance.pp, dtype)
+    if limits.get("kv_bytes") is not None:
+        return weights + int(limits["kv_bytes"])
+    per_token = kv_bytes_per_token_per_device(model, instance.tp, instance.pp, dtype)
+    if limits.get("num_blocks") is not None:
+        return weights + int(limits["num_blocks"]) * placement.block_size * per_token
+    return weights + int(limits.get("max_context") or model.max_context) * per_token
+
+
 def is_this_host(host: str) -> bool:
     """Whether an address is a name for this machine (the network is not asked)."""
     if host in ("localhost", socket.gethostname()):
@@ -226,7 +238,7 @@ class _Check:
         host_need: dict[str, list[tuple[str, int]]] = {}
         gpu_need: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for index, instance in enumerate(placement.instances):
-            need = self.rank_bytes(instance)
+            need = rank_bytes(placement, self.model, instance)
             for text, node in zip(instance.devices, placement.rank_nodes(instance), strict=True):
                 device = parse_device(text)
                 share = (placement.names[index], need)
@@ -239,18 +251,6 @@ class _Check:
             yield from _over(f"node {name}", self._host_limit(nodes[name]), shares)
         for (name, gpu), shares in gpu_need.items():
             yield from _over(f"cuda:{gpu} of node {name}", self._gpu_limit(nodes[name], gpu), shares)
-
-    def rank_bytes(self, instance: InstancePlan) -> int:
-        """Bytes of the fullest rank: its weights, and its KV pool or, without a limit, one long sequence."""
-        assert self.model is not None
-        dtype, limits = self.file.placement.dtype, instance.limits
-        weights = weight_bytes_per_device(self.model, instance.tp, instance.pp, dtype)
-        if limits.get("kv_bytes") is not None:
-            return weights + int(limits["kv_bytes"])
-        per_token = kv_bytes_per_token_per_device(self.model, instance.tp, instance.pp, dtype)
-        if limits.get("num_blocks") is not None:
-            return weights + int(limits["num_blocks"]) * self.file.placement.block_size * per_token
-        return weights + int(limits.get("max_context") or self.model.max_context) * per_token
 
     def _host_limit(self, node: NodePlan) -> int | None:
         if node.memory_bytes is not None:

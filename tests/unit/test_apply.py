@@ -12,13 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distserve.core.config import Role
+from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
 from distserve.serving.orchestrator_config import OrchestratorConfig
 from distserve_planner.folder_lock import LockedError, exclusive
-from distserve_planner.placement_file import InstancePlan, NodePlan, Placement
+from distserve_planner.machine_facts import MachineFacts
+from distserve_planner.placement_check import check_placement
+from distserve_planner.placement_file import InstancePlan, NodePlan, Placement, parse_placement
 from distserve_planner.render import LAUNCH_FILE, render
 from distserve_planner.repository_files import write_repository
 from distserve_tools.apply.apply import Applier, ApplyError, Timeouts
+from distserve_tools.apply.command import with_memory_of
 from distserve_tools.apply.instances import Placed, change_to, named, placed_engines
 from distserve_tools.apply.order import ordered, serves_both
 from distserve_tools.apply.server import ServerError
@@ -316,3 +320,19 @@ def test_two_cannot_change_one_repository(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="no such folder"), exclusive(tmp_path / "nothing", "changed"):
         pass
+
+
+def test_what_live_instances_hold_is_not_missing() -> None:
+    """Three instances fill a machine; the placement that keeps two of them fits where they are."""
+    model = ModelConfig(
+        arch="llama", model_type="llama", hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2,
+        head_dim=16, ffn_size=128, vocab_size=1000, max_context=2048,
+    )  # fmt: skip
+    limits = {"kv_bytes": 1 << 30}
+    instances = tuple(replace(i, limits=limits) for i in BEFORE.instances)
+    before = replace(BEFORE, instances=instances)
+    file = parse_placement(before.dump())
+    free = MachineFacts(frozenset(range(4)), 1 << 20, ())
+    with pytest.raises(ConfigError, match="for weights and KV caches"):
+        check_placement(file, model, free)
+    check_placement(file, model, with_memory_of(free, engines(before), before, model))

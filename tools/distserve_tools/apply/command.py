@@ -9,15 +9,18 @@ import argparse
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from distserve.core.model_config import ModelConfig, resolve_model
+from distserve_planner.device_names import parse_device
 from distserve_planner.folder_lock import LockedError, exclusive
-from distserve_planner.machine_facts import this_machine
-from distserve_planner.placement_check import check_placement
+from distserve_planner.machine_facts import MachineFacts, this_machine
+from distserve_planner.placement_check import check_placement, is_this_host, rank_bytes
 from distserve_planner.placement_file import Placement, read_placement
 from distserve_tools.access_files import found
 from distserve_tools.apply.apply import Applier, ApplyError, Timeouts
+from distserve_tools.apply.instances import Instances, instance_plan
 from distserve_tools.apply.nodes import Nodes
 from distserve_tools.apply.server import ServerError
 
@@ -47,12 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: in force; 1: not, and everything is as before; 3: not, and rolling back failed too."""
     file = read_placement(args.placement)
-    check_placement(file, ModelConfig.load(resolve_model(file.placement.model)), this_machine())
+    model = ModelConfig.load(resolve_model(file.placement.model))
     timeouts = Timeouts(load_s=args.load_timeout, drain_s=args.drain_timeout)
     try:
         access = found(args.grpc, args.secret_file)
         nodes = Nodes(file.placement.nodes, args.grpc, access)
         with nodes as server, exclusive(args.model_repository, "changed"):
+            machine = with_memory_of(this_machine(), server.engines(), file.placement, model)
+            check_placement(file, model, machine)
             applier = Applier(server, args.model_repository, file.placement, timeouts, _say)
             if args.dry_run:
                 steps = applier.steps()
@@ -66,6 +71,17 @@ def run(args: argparse.Namespace) -> int:
         return 3 if isinstance(error, ApplyError) and not error.rolled_back else 1
     _say(f"in force: {', '.join(placement.names)}")
     return 0
+
+
+def with_memory_of(
+    machine: MachineFacts, live: Instances, placement: Placement, model: ModelConfig
+) -> MachineFacts:
+    """As if nothing were live on its cores: what instances hold is theirs, or their successors'."""
+    held = 0
+    for engine in live.values():
+        if is_this_host(engine.node.host) and parse_device(engine.config.devices[0]).kind == "cpu":
+            held += len(engine.config.devices) * rank_bytes(placement, model, instance_plan(engine))
+    return replace(machine, memory_available_bytes=machine.memory_available_bytes + held)
 
 
 def save_placement(path: Path, placement: Placement) -> None:
