@@ -185,7 +185,9 @@ class TritonPythonModel:
     async def _serve(self, request: ClientRequest, stream: ClientStream, arrival_s: float) -> None:
         assert self._orchestrator is not None
         try:
-            stream.session = await self._orchestrator.serve(request, stream, arrival_s)
+            session = await self._orchestrator.serve(request, stream, arrival_s)
+            if stream in self._streams:  # else it has ended
+                stream.session = session
         except Exception as error:
             _LOG.exception("a request could not be admitted", extra=stream.log_ids())
             stream.fail(ServingError("INTERNAL", repr(error)))
@@ -212,6 +214,9 @@ class TritonPythonModel:
 
     def _forget(self, stream: ClientStream) -> None:
         self._streams.discard(stream)
+        stream.session = (
+            None  # it refers to the stream: both go now, with all that Triton has, not when collected
+        )
 
     def _watch_cancellations(self) -> None:
         """Asks for every live request whether its client has gone: a round trip each, so not often."""
