@@ -177,5 +177,6 @@ def test_the_whole_check_on_a_cpu(tmp_path: Path) -> None:
     serving = found["serving"]
     assert serving["requests"] == 3
     assert serving["tokens_like_one_engine"] == serving["tokens_compared"] == 12
+    assert serving["attention"] == ["c"]
     assert {row["channel"] for row in found["transfers"]["rows"]} == {"memory", "gloo"}
     assert found["profile"]["profile"]["lm_tokens"] > 0

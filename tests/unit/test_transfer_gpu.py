@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,13 +13,24 @@ import torch
 import torch.distributed as dist
 
 from distserve.core.shapes import Shape
+from distserve.transfer import ipc
 from distserve.transfer.chunks import Piece
+from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError
 from distserve.transfer.ipc import IpcChannel
 from distserve.transfer.memory import GPU, shared_kind, without_ipc
 from distserve.transfer.nccl import NcclChannel
 from distserve.transfer.packing import Packer
-from transfer_peer import BLOCKS, LAYOUT, Decode, Instance, InstanceProcess, RankPages, soon
+from transfer_peer import (
+    BLOCKS,
+    LAYOUT,
+    Decode,
+    DecodeProcess,
+    Instance,
+    InstanceProcess,
+    RankPages,
+    soon,
+)
 
 one_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -109,6 +122,25 @@ def test_ipc_survives_a_killed_and_a_stopped_peer() -> None:
 
 @pytest.mark.gpu
 @one_gpu
+def test_killed_pullers_leave_no_shared_memory_behind() -> None:
+    """torch would keep what a killed process had mapped, for good."""
+    instance = Instance(Shape(), device="cuda:0", backend="nccl", staging_bytes=4096)
+    source = instance.sources[0]
+    try:
+        for number in range(3):
+            decode = DecodeProcess(Shape(), device="cuda:0", backend="nccl")
+            decode.start_pull(instance.lease(SRC), DST)
+            assert soon(lambda number=number: source.stats().confirmed == number + 1, 60.0)
+            decode.signal(signal.SIGKILL)
+            decode.end()
+            assert soon(lambda: source.stats().pairs == 0, 30.0)
+            assert source.stats().device_bytes == 2 * 4096
+    finally:
+        instance.close()
+
+
+@pytest.mark.gpu
+@one_gpu
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_pack_nccl_to_itself_unpack(dtype: str) -> None:
@@ -170,6 +202,27 @@ def test_nccl_is_refused_by_name_for_pages_on_a_cpu() -> None:
     with pytest.raises(ValueError, match="allowed are 'gloo' and 'nccl'"):
         Instance(Shape(), backend="mpi")
     assert RankPages(LAYOUT, 0, 1).pages(0)[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("pid", [0, os.getpid()], ids=["unknown GPU", "same process"])
+def test_a_puller_that_cannot_map_the_memory_refuses_it(pid: int) -> None:
+    """Both ends then know that the pair takes another way."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        source, puller = Control(listener.accept()[0]), Control(theirs)
+    deadline = time.monotonic() + 20
+    for end in (source, puller):
+        end.unlock(None, None)
+    offer = {"op": "ipc", "pid": pid, "bytes": 4096, "token": bytes(16), "lanes": [{}, {}], "uuid": "none"}
+    source.send(offer, deadline)
+    source.send({"ok": False}, deadline)
+    assert ipc.attach(puller, torch.device("cuda:0"), 4096, deadline) is None
+    assert source.recv(deadline) == {"ok": False}
+    source.send({**offer, "token": "no bytes"}, deadline)
+    with pytest.raises(TransferError, match="pid, bytes and token are needed"):
+        ipc.attach(puller, torch.device("cuda:0"), 4096, deadline)
+    for end in (source, puller):
+        end.close()
 
 
 def test_which_channel_two_processes_choose() -> None:

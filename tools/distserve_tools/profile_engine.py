@@ -117,7 +117,7 @@ def with_transfer(profile: Profile, config: EngineConfig, console: Console) -> P
         return replace(profile, notes=(*profile.notes, f"KV transfer not measured: {failure}"))
     notes = (
         *profile.notes,
-        f"transfer: {peers.backend}, {source} to {config.devices[0]}",
+        f"transfer: {'CUDA IPC' if 'cuda' in source else 'shared memory'}, {source} to {config.devices[0]}",
         *poor_fits([error]),
     )
     return replace(profile, transfer=link, residuals=(*profile.residuals, error), notes=notes)

@@ -12,7 +12,7 @@ import secrets
 import time
 from abc import abstractmethod
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError, bad_message, peer_gone, timed_out
 from distserve.transfer.memory import attach, offer
 from distserve.transfer.rendezvous import ControlStore
+
+if TYPE_CHECKING:
+    from distserve.transfer.ipc import LanePool
 
 SOURCE, PULLER = 0, 1  # ranks within a pair
 TOKEN_BYTES = 16
@@ -229,18 +232,24 @@ def open_channel(
     lane_bytes: int,
     deadline: float,
     otherwise: str = "gloo",
+    lanes: LanePool | None = None,
 ) -> tuple[Channel, str]:
     """Makes the channel to the peer at the other end of `control`, which calls this at the same time; the
     channel, and of which kind it has become.
 
     `kind`: "gloo", "nccl", or for two processes of one host "memory" or "ipc"; where that turns out not to be
     possible, "ipc" becomes `otherwise` and "memory" "gloo". `device`: where the caller's pages are;
-    `lane_bytes`: the largest message. Raises `TransferError`; the control connection is then of no more use.
+    `lane_bytes`: the largest message; `lanes`: what a source shares by "ipc". Raises `TransferError`; the
+    control connection is then of no more use.
     """
     if kind == "ipc":
         from distserve.transfer import ipc
 
-        mapped = (ipc.offer if rank == SOURCE else ipc.attach)(control, device, lane_bytes, deadline)
+        if rank == SOURCE:
+            assert lanes is not None
+            mapped = ipc.offer(control, lanes, device, deadline)
+        else:
+            mapped = ipc.attach(control, device, lane_bytes, deadline)
         if mapped is not None:
             return mapped, kind
         kind = otherwise

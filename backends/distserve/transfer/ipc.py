@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import os
 import secrets
+import threading
 import time
 from typing import Any
 
@@ -27,6 +28,49 @@ NOTICE_S = 5.0  # as in `memory`
 ALIGNMENT = 512
 
 
+class LanePool:
+    """Lanes that a source has shared before: memory and events of pairs that have ended, for those to come.
+
+    torch keeps memory that was shared until the other process lets go, which a killed one never does. Here
+    it is used again: there are never more lanes than there were pairs at one time. An old puller that still
+    reads gets what belongs to a pull that has failed.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        """`size`: bytes of a lane."""
+        self._device = device
+        self._size = -(-size // ALIGNMENT) * ALIGNMENT
+        self._lock = threading.Lock()
+        self._idle: list[tuple[list[Tensor], list[Any]]] = []
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def idle_bytes(self) -> int:
+        with self._lock:
+            return len(self._idle) * LANES * self._size
+
+    def take(self) -> tuple[list[Tensor], list[Any]]:
+        """Lanes and their events, of nobody else."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        cuda: Any = torch.cuda  # untyped in torch
+        with cuda.device(self._device):
+            lanes = [torch.zeros(self._size, dtype=torch.uint8, device=self._device) for _ in range(LANES)]
+            filled = [cuda.Event(interprocess=True) for _ in range(LANES)]
+            for event in filled:
+                event.record()
+        return lanes, filled
+
+    def give(self, lanes: list[Tensor], filled: list[Any]) -> None:
+        """They are free again."""
+        with self._lock:
+            self._idle.append((lanes, filled))
+
+
 class IpcChannel:
     """A `Channel` in device memory that both ends reach; see `memory.MemoryChannel` for when a lane is used.
 
@@ -37,13 +81,24 @@ class IpcChannel:
     lanes = LANES
 
     def __init__(
-        self, control: Control, lanes: list[Tensor], filled: list[Any], drained: list[Any], is_source: bool
+        self,
+        control: Control,
+        lanes: list[Tensor],
+        filled: list[Any],
+        drained: list[Any],
+        pool: LanePool | None,
+        one_gpu: bool = True,
     ) -> None:
+        """`pool`: to give the lanes back to, at the source; None at the puller. `one_gpu`: the puller's
+        copies run on the GPU of the lanes, so that an event of that GPU can stand for them; between two, the
+        host waits for each copy (`Copies.unpack`) and no event is needed.
+        """
         self.memory: list[Tensor] | None = lanes
-        self.device_bytes = sum(lane.numel() for lane in lanes) if is_source else 0
+        self.device_bytes = 0 if pool is None else sum(lane.numel() for lane in lanes)
         self._control = control
         self._filled, self._drained = filled, drained
-        self._is_source = is_source
+        self._pool = pool
+        self._one_gpu = one_gpu
         self._busy = [False] * LANES
 
     def send(self, lane: int, message: Tensor) -> None:
@@ -56,7 +111,8 @@ class IpcChannel:
     def recv(self, lane: int, message: Tensor) -> None:
         """What was read from the lane has been read once the current stream comes here."""
         del message
-        self._drained[lane].record()
+        if self._one_gpu:
+            self._drained[lane].record()
         self._busy[lane] = True
 
     def wait(self, lane: int, deadline: float) -> None:
@@ -64,7 +120,7 @@ class IpcChannel:
         if not self._busy[lane]:
             return
         self._busy[lane] = False
-        if self._is_source:
+        if self._pool is not None:
             self._drained[lane].wait()
             return
         notice = self._control.recv(deadline)
@@ -75,42 +131,44 @@ class IpcChannel:
         self._filled[lane].wait()
 
     def close(self) -> None:
-        self.memory = None  # unmapped with the last tensor; the source's memory goes when both have let go
+        """May be called twice. At the puller the memory is unmapped with the last tensor."""
+        lanes, self.memory = self.memory, None
+        if self._pool is not None and lanes is not None:
+            self._pool.give(lanes, self._filled)
 
 
-def offer(control: Control, device: torch.device, lane_bytes: int, deadline: float) -> IpcChannel | None:
-    """The source's end: makes memory and events. None if the puller cannot use them."""
+def offer(control: Control, pool: LanePool, device: torch.device, deadline: float) -> IpcChannel | None:
+    """The source's end: shares lanes and events. None if the puller cannot use them."""
     cuda: Any = torch.cuda  # untyped in torch
-    size = -(-lane_bytes // ALIGNMENT) * ALIGNMENT
     token = secrets.token_bytes(TOKEN_BYTES)
-    message: Message = {"op": "ipc", "pid": os.getpid(), "bytes": size, "token": token, "lanes": []}
-    lanes: list[Tensor] = []
-    filled: list[Any] = []
-    with cuda.device(device), contextlib.suppress(RuntimeError):
-        uuid = str(cuda.get_device_properties(device).uuid)
-        for _ in range(LANES):
-            lane = torch.zeros(size, dtype=torch.uint8, device=device)
-            lane[:TOKEN_BYTES] = torch.tensor(list(token), dtype=torch.uint8, device=device)
-            event = cuda.Event(interprocess=True)
-            event.record()
-            lanes.append(lane)
-            filled.append(event)
-        cuda.current_stream(device).synchronize()  # the token is there before it is looked for
-        storages: list[Any] = [lane.untyped_storage() for lane in lanes]
-        message["lanes"] = [
-            {"memory": list(storage._share_cuda_()[1:]), "event": event.ipc_handle()}
-            for storage, event in zip(storages, filled, strict=True)
-        ]
-        message["uuid"] = uuid
-    control.send(message, deadline)
-    answer = control.recv(deadline)
-    handles = answer.get("events")
+    message: Message = {"op": "ipc", "pid": os.getpid(), "bytes": pool.size, "token": token, "lanes": []}
+    lanes, filled = pool.take()
     drained: list[Any] = []
-    if answer.get("ok") is True and isinstance(handles, list) and len(handles) == LANES:
-        with contextlib.suppress(RuntimeError, TypeError):
-            drained = [cuda.Event.from_ipc_handle(device, handle) for handle in handles]
-    control.send({"ok": len(drained) == LANES}, deadline)
-    return IpcChannel(control, lanes, filled, drained, is_source=True) if len(drained) == LANES else None
+    try:
+        with cuda.device(device), contextlib.suppress(RuntimeError):
+            for lane in lanes:
+                lane[:TOKEN_BYTES] = torch.tensor(list(token), dtype=torch.uint8, device=device)
+            cuda.current_stream(device).synchronize()  # the token is there before it is looked for
+            storages: list[Any] = [lane.untyped_storage() for lane in lanes]
+            message["uuid"] = str(cuda.get_device_properties(device).uuid)
+            message["lanes"] = [
+                {"memory": list(storage._share_cuda_()[1:]), "event": event.ipc_handle()}
+                for storage, event in zip(storages, filled, strict=True)
+            ]
+        control.send(message, deadline)
+        answer = control.recv(deadline)
+        handles = answer.get("events")
+        if answer.get("ok") is True and isinstance(handles, list) and len(handles) == LANES:
+            with contextlib.suppress(RuntimeError, TypeError):
+                drained = [cuda.Event.from_ipc_handle(device, handle) for handle in handles]
+        control.send({"ok": len(drained) == LANES}, deadline)
+    except BaseException:
+        pool.give(lanes, filled)
+        raise
+    if len(drained) < LANES:
+        pool.give(lanes, filled)
+        return None
+    return IpcChannel(control, lanes, filled, drained, pool)
 
 
 def attach(control: Control, device: torch.device, lane_bytes: int, deadline: float) -> IpcChannel | None:
@@ -122,10 +180,11 @@ def attach(control: Control, device: torch.device, lane_bytes: int, deadline: fl
         control.recv(deadline)
         return None
     lanes, filled, drained = opened
+    one_gpu = lanes[0].device == device
     control.send({"ok": True, "events": [event.ipc_handle() for event in drained]}, deadline)
     if control.recv(deadline).get("ok") is not True:
         return None
-    return IpcChannel(control, lanes, filled, drained, is_source=False)
+    return IpcChannel(control, lanes, filled, drained, None, one_gpu)
 
 
 def _open(
@@ -153,7 +212,7 @@ def _open(
         if not all(hmac.compare_digest(bytes(lane[:TOKEN_BYTES].tolist()), token) for lane in lanes):
             return None
         drained = []
-        with cuda.device(device):
+        with cuda.device(theirs):
             for _ in range(LANES):
                 event = cuda.Event(interprocess=True)
                 event.record()

@@ -19,6 +19,7 @@ from distserve.transfer.control import Control, Message, welcome
 from distserve.transfer.copies import SETTLE_S, Copies
 from distserve.transfer.errors import TransferError, bad_message
 from distserve.transfer.handle import Layout
+from distserve.transfer.ipc import LanePool
 from distserve.transfer.leases import Claim, LeaseTable
 from distserve.transfer.memory import shared_kind, without_ipc
 from distserve.transfer.packing import Packer
@@ -48,6 +49,7 @@ class SenderConfig:
     host: str
     units: int
     timeout_s: float
+    lanes: LanePool | None = None  # on a GPU: what is shared with pullers of this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,8 @@ class Sender:
         if kind:
             packer, units = self._config.packer, self._config.units
             size = units * packer.unit * packer.dtype.itemsize
-            place = (kind, SOURCE, packer.device, self._control, size, job.deadline, otherwise)
+            lanes = self._config.lanes
+            place = (kind, SOURCE, packer.device, self._control, size, job.deadline, otherwise, lanes)
             self._channel, kind = open_channel(*place)
             self._copies = Copies(packer, self._channel, units, kind)
             self.device_bytes = self._channel.device_bytes + self._copies.device_bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from distserve.core.shapes import Shape, head_range, layer_range
 from distserve.transfer.control import require_secret
 from distserve.transfer.handle import Layout, join_address
+from distserve.transfer.ipc import LanePool
 from distserve.transfer.leases import LeaseTable
 from distserve.transfer.memory import host_id
 from distserve.transfer.packing import Packer, Pages
@@ -72,9 +73,11 @@ class KVSource:
         units = staging_units(packer, layout, staging_bytes)
         require_backend(backend, packer)
         host_name = host_id(packer.device) if shared_memory else ""
-        self._config = SenderConfig(
-            packer, leases, shape, rank, layout, instance, epoch, secret, backend, host_name, units, timeout_s
-        )
+        self._lanes: LanePool | None = None
+        if packer.device.type == "cuda":
+            self._lanes = LanePool(packer.device, units * packer.unit * packer.dtype.itemsize)
+        place = (packer, leases, shape, rank, layout, instance, epoch)
+        self._config = SenderConfig(*place, secret, backend, host_name, units, timeout_s, lanes=self._lanes)
         self._lock = threading.Lock()
         self._stats = SourceStats()
         self._senders: dict[Sender, threading.Thread] = {}
@@ -90,6 +93,7 @@ class KVSource:
     def stats(self) -> SourceStats:
         with self._lock:
             taken = sum(sender.device_bytes for sender in self._senders)
+            taken += 0 if self._lanes is None else self._lanes.idle_bytes
             return replace(self._stats, pairs=len(self._senders), device_bytes=taken)
 
     def close(self, timeout_s: float = 2.0) -> None:

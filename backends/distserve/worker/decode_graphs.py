@@ -102,6 +102,6 @@ class DecodeGraphs:
         ids = torch.where(source >= 0, self._sampled[source.clamp(min=0)], given)
         place = positions.clamp(min=0)
         block = tables.gather(1, (place // size).unsqueeze(1)).squeeze(1)
-        slots = torch.where(positions >= 0, block * size + place % size, -1)
+        slots = (block * size + place % size).masked_fill_(positions < 0, -1)
         lens = (positions + 1).int()
         self._hidden[:bucket] = self._body(ids, place, slots, tables, lens)

@@ -30,10 +30,10 @@ def parts(scale: Scale) -> tuple[Part, ...]:
         Part("ceilings", "ceilings", 40.0),
         Part("kernels", "kernels", 70.0),
         *models,
-        Part("transfers", "transfers", 50.0),
+        Part("transfers", "transfers", 40.0),
         Part("profile", "profiling", 50.0),
-        Part("serving", "serving", 50.0),
-        Part("gpu tests", "gpu_tests", 120.0),
+        Part("serving", "serving", 70.0),
+        Part("gpu tests", "gpu_tests", 115.0),
     )
 
 
