@@ -141,6 +141,12 @@ def test_a_result_of_another_problem_is_refused(
     assert "have changed since this search" in capsys.readouterr().err
 
 
+def test_the_page_says_what_was_assumed(written: tuple[Path, dict[str, object]]) -> None:
+    html = (written[0] / "report.html").read_text()
+    assert "<dd>first come, first served</dd>" in html
+    assert "<dd>computed whole, alone</dd>" in html
+
+
 def test_figures_are_on_the_page_and_in_the_folder(written: tuple[Path, dict[str, object]]) -> None:
     html = (written[0] / "report.html").read_text()
     pictures = list((written[0] / "figures").glob("*.png"))

@@ -19,6 +19,11 @@ _RESERVED = {
     "expected": "its prompt and the mean answer",
     "max": "its prompt and the longest answer it may have",
 }
+_ORDERS = {
+    "fcfs": "first come, first served",
+    "shortest": "shortest first; a second of waiting counts as {:g} tokens less",
+    "deadline": "by when the first token is due",
+}
 _OBJECTIVES = {
     "per-device": "most goodput per device",
     "cluster": "most goodput on the cluster",
@@ -194,6 +199,13 @@ def _facts(case: Case) -> str:
         ("memory assured at decode", _RESERVED[rules.reserve]),
         ("tensor-parallel degrees", rules.tp.replace("_", " ")),
         ("largest decode batch", str(rules.max_batch_size)),
+        ("order of waiting prompts", _ORDERS[rules.order].format(rules.ageing_tokens_per_s)),
+        (
+            "prompts above a batch",
+            f"computed in pieces of {rules.prefill_chunk_tokens} tokens, and overtaken between them"
+            if rules.prefill_chunk_tokens
+            else "computed whole, alone",
+        ),
         (
             "simulated requests",
             f"{precision.min_requests} to {precision.max_requests} per rate, up to "
