@@ -143,7 +143,12 @@ def test_stages_on_two_nodes(pair: Pair) -> None:
     pair.again({"decode_0": first["decode_0"]})
     pair.answers_are_right(4)
 
+
+@pytest.mark.slow
+def test_a_node_dies_and_comes_back(pair: Pair) -> None:
+    pair.start("b")
     before = pair.usable()
+    pair.answers_are_right(1)
     pair.nodes["b"].kill()
     began = time.monotonic()
     failed = pair.outcome(prompt(20), 20)  # no instance is whole: one clear error, soon

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from distserve.worker.rank_host import RankHost
 from distserve.worker.remote_ranks import call_ranks, come_to
 from distserve.worker.sharing import sharers
 from distserve.worker.step import Joining, SamplingParams, StepInput, StepItem
-from model_zoo import Zoo, ZooModel, prompt
+from model_zoo import Zoo, prompt
 
 SERVER = "127.0.0.2:1"
 SECRET = b"0123456789abcdef"
@@ -63,6 +64,23 @@ def pid(host: RankHost) -> int | None:
     return None if found is None else int(found)
 
 
+@contextmanager
+def running(
+    zoo: Zoo, host: RankHost, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> Iterator[RankExecutor]:
+    def ask(server: str, model: str, message: bytes) -> bytes:
+        assert (server, model) == (SERVER, "t_ranks")
+        return asked(host, message)
+
+    monkeypatch.setattr(remote_ranks, "ask_server", ask)
+    folder = zoo("llama").folder
+    executor = RankExecutor(config(str(folder), **changes), ModelConfig.load(folder))
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
 def eventually(done: Any, timeout_s: float = 30.0) -> Any:
     until = time.monotonic() + timeout_s
     while not (found := done()):
@@ -71,7 +89,7 @@ def eventually(done: Any, timeout_s: float = 30.0) -> Any:
     return found
 
 
-def tokens(executor: RankExecutor, model: ZooModel, count: int) -> list[int]:
+def tokens(executor: RankExecutor, count: int) -> list[int]:
     known, blocks = prompt(20), [3, 1, 4, 0]
     params = SamplingParams()
     for index in range(count):
@@ -86,32 +104,32 @@ def tokens(executor: RankExecutor, model: ZooModel, count: int) -> list[int]:
 def test_a_rank_of_another_node_comes_and_comes_again(
     zoo: Zoo, host: RankHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask(server: str, model: str, message: bytes) -> bytes:
-        assert (server, model) == (SERVER, "t_ranks")
-        return asked(host, message)
-
-    monkeypatch.setattr(remote_ranks, "ask_server", ask)
     model = zoo("llama")
     expected = model.greedy(prompt(20), 4)
-    start = (config(str(model.folder)), ModelConfig.load(model.folder))
-    executor = RankExecutor(*start)
-    try:
-        assert tokens(executor, model, 4) == expected
+    with running(zoo, host, monkeypatch) as executor:
+        assert tokens(executor, 4) == expected
         first = pid(host)
         assert first is not None
         os.kill(first, signal.SIGKILL)
         with pytest.raises(RankLost, match=rf"rank 1 of {SERVER} is gone"):
             executor.collect(20.0)
-    finally:
-        executor.close()
-    executor = RankExecutor(*start)
-    try:
-        assert tokens(executor, model, 4) == expected
-        second = pid(host)
-        assert second not in (None, first)
-    finally:
-        executor.close()
+    with running(zoo, host, monkeypatch) as executor:
+        assert tokens(executor, 4) == expected
+        assert pid(host) not in (None, first)
     eventually(lambda: pid(host) is None)  # it ends with its rank 0
+
+
+def test_slices_of_one_stage_on_two_nodes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = f"cpu:{min(os.sched_getaffinity(0))}"
+    host = RankHost(RankHostConfig("t", (1, 3)))
+    host.start()
+    shape = {"tp": 2, "pp": 2, "devices": [core] * 4, "rank_servers": ["", SERVER, "", SERVER]}
+    try:
+        with running(zoo, host, monkeypatch, **shape) as executor:
+            assert tokens(executor, 4) == zoo("llama").greedy(prompt(20), 4)
+            assert [rank.server for rank in executor.ranks] == [SERVER, "", SERVER]
+    finally:
+        host.stop()
 
 
 def test_what_a_rank_of_another_node_refuses_is_a_refusal(

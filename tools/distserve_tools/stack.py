@@ -64,7 +64,8 @@ def running(
         client = None
         if orchestrator is not None:
             client = stack.enter_context(Client(server.grpc_url, access=server.access))
-            elsewhere = any(spec.address for spec in orchestrator.instances)
+            several = node is not None and node.host is not None
+            elsewhere = several or any(spec.address for spec in orchestrator.instances)
             wait_s = max(_FIRST_STATUS_S, options.start_timeout_s) if elsewhere else _FIRST_STATUS_S
             status = wait_until_serving(client, wait_s)
             lines.say("; ".join(_line(entry) for entry in status["instances"]))

@@ -87,6 +87,7 @@ class Supervisor:
         self._first = threading.Event()  # the first start has succeeded or failed
         self._first_error: ServingError | None = None
         if patient:
+            self._reason = "the engine waits for other nodes, or is starting"
             self._first.set()
         self._process: subprocess.Popen[bytes] | None = None
         # The engine dies with the thread that spawned it (PR_SET_PDEATHSIG), so this one outlives it.
@@ -210,6 +211,7 @@ class Supervisor:
         end = time.monotonic() + self._times.start_s
         while not self._readable(sock, _CHECK_S):
             if self._stopping.is_set():
+                _kill(self._process)  # it has no request that it could end in peace
                 raise ServingError("UNAVAILABLE", "the instance is being unloaded")
             if time.monotonic() > end:
                 raise ServingError("UNAVAILABLE", f"the engine was not ready after {self._times.start_s:g} s")
