@@ -6,7 +6,10 @@ import random
 
 import pytest
 
+from distserve.core.blocks import CountingBlocks
 from distserve.core.config import Policy
+from distserve.core.prefill_scheduler import PrefillScheduler
+from distserve.core.request import Request
 from distserve.core.scheduler import Limits
 from distserve.worker.parallel import RankLost
 from engine_node import Node, continuation, copy_pages, prefilled
@@ -44,8 +47,7 @@ def test_prefill_and_decode_keep_their_pipelines_full() -> None:
     for id in "abcd":
         p.submit(id, [ord(id) % 97] * 8, 9)
     p.turns(3)
-    assert len(p.loop._flights) == 2
-    assert p.load.queued == 2
+    assert len(p.loop._flights) == 3
     for _ in range(4):
         p.executor.land()
     p.turns(6)
@@ -65,6 +67,49 @@ def test_prefill_and_decode_keep_their_pipelines_full() -> None:
         assert d.tokens(id) == expected[1:]
     p.assert_empty()
     d.assert_empty()
+
+
+def test_batches_of_prompts_wait_in_front_of_a_busy_stage() -> None:
+    p = Node("prefill", limits=LIMITS, stages=2)
+    ids = "abcdefgh"
+    for id in ids:
+        p.submit(id, [1] * 8, 5)
+    p.turns(10)
+    assert len(p.loop._flights) == 4  # one per stage, and as many behind them
+    assert p.load.queued == 4
+    p.executor.land()
+    p.turns(2)
+    assert (len(p.loop._flights), p.load.queued) == (4, 3)
+    flow(p, random.Random(0), list(ids))
+    for id in ids:
+        p.manage("release", id)
+    p.assert_empty()
+
+
+def idle_share(stages: int, lm: int) -> float:
+    """Of the stages' time, with a full queue of prompts of very different lengths; a stage takes a fifth of
+    the time of 512 tokens, and a time per token.
+    """
+    rng = random.Random(1)
+    scheduler = PrefillScheduler(Limits(64, lm), CountingBlocks(10**6, 16))
+    for i in range(400):
+        scheduler.add(Request(str(i), max(4, min(2000, int(rng.lognormvariate(5.2, 1.0)))), 2))
+    in_flight = stages + Node("prefill", stages=stages).role.ahead
+    free, ends, busy = [0.0] * stages, [0.0] * in_flight, 0.0
+    while (batch := scheduler.schedule()) is not None:
+        stage_s = 0.2 + sum(item.num_tokens for item in batch.prefill) / 512
+        at = ends[-in_flight]
+        for stage in range(stages):
+            free[stage] = at = max(at, free[stage]) + stage_s
+        ends.append(at)
+        busy += stage_s * stages
+        scheduler.complete(batch)
+    return 1 - busy / (ends[-1] * stages)
+
+
+def test_batches_of_about_lm_leave_few_stages_idle() -> None:
+    assert idle_share(2, 512) < 0.06 < 0.1 < idle_share(2, 1)  # 1: each prompt alone
+    assert idle_share(4, 512) < 0.15 < 0.2 < idle_share(4, 1)
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])

@@ -105,6 +105,11 @@ class EngineConfig:
             raise ConfigError("collectives='memory': an instance over several nodes needs 'gloo' or NCCL")
 
     @property
+    def pipe_messages(self) -> int:
+        """Steps that can be on their way between two pipeline stages."""
+        return 2 * self.pp if self.role == "prefill" else self.pp
+
+    @property
     def remote_ranks(self) -> dict[str, tuple[int, ...]]:
         """Ranks that other nodes host, by the gRPC address of their server."""
         servers = self.rank_servers or ()

@@ -56,6 +56,8 @@ class DecodeRole:
     free them.
     """
 
+    ahead = 0
+
     def __init__(
         self,
         scheduler: DecodeScheduler,

@@ -43,8 +43,8 @@ class EngineFailure(RuntimeError):
 class EngineLoop:
     """Owns scheduler, blocks and requests of one instance; all happens in the thread that calls `run`.
 
-    With several pipeline stages up to `executor.depth` steps are in flight. What is asked of a request in
-    flight (to cancel it, its deadline) is done once its step has been booked.
+    With several pipeline stages up to `executor.depth` steps and `role.ahead` more are in flight. What is
+    asked of a request in flight (to cancel it, its deadline) is done once its step has been booked.
 
     An executor with `lag` begins a decode step before the tokens of the one before are known here. Such a
     step is booked with the scheduler when it begins, as its counts do not depend on the tokens; a request
@@ -189,7 +189,7 @@ class EngineLoop:
 
     def _schedule(self) -> Batch | None:
         """The next batch, unless as many are in flight as keep the executor busy."""
-        if len(self._flights) >= self._executor.depth and not self._may_run_ahead():
+        if len(self._flights) >= self._executor.depth + self._role.ahead and not self._may_run_ahead():
             return None
         batch = self._role.scheduler.schedule()
         for request in self._role.scheduler.preempted():

@@ -77,6 +77,8 @@ class PrefillRole:
         stages: int = 1,
     ) -> None:
         self.scheduler = StandbyScheduler(scheduler, stages)
+        # batches differ: with as many waiting as there are stages, a long one ahead leaves few of them idle
+        self.ahead = stages if stages > 1 else 0
         self.blocks = blocks
         self._leases = leases
         self._source = source

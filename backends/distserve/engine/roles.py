@@ -51,6 +51,11 @@ class Role(Protocol):
     @property
     def blocks(self) -> BlockManager: ...
 
+    @property
+    def ahead(self) -> int:
+        """Batches that may be in flight beside the executor's depth."""
+        ...
+
     def accept(self, state: EngineRequest) -> None:
         """A submitted request enters."""
         ...
@@ -96,6 +101,8 @@ class Role(Protocol):
 
 class UnifiedRole:
     """Both phases here: no transfer, no lease."""
+
+    ahead = 0
 
     def __init__(self, scheduler: UnifiedScheduler, blocks: BlockManager) -> None:
         self.scheduler = scheduler

@@ -21,7 +21,7 @@ from distserve.core.shapes import Shape
 from distserve.worker.link_store import NamedStore
 from distserve.worker.parallel import ParallelGroup, Pipe, RankLinks, RankLost
 
-IN_FLIGHT = 2  # messages of a pipe whose tensors are kept
+IN_FLIGHT = 2  # messages of a pipe whose tensors are kept, unless told otherwise
 
 
 class CheckedGroup:
@@ -58,12 +58,14 @@ class CheckedWork:
 class GroupPipe:
     """A `Pipe` over a group of two, the sender being rank 0 of it."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, messages: int) -> None:
+        """`messages`: sent and not received, before the sender waits."""
         self._group = group
+        self._messages = messages
         self._works: deque[tuple[CheckedWork, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        if len(self._works) == IN_FLIGHT:
+        if len(self._works) == self._messages:
             self._works.popleft()[0].wait()
         content = tensor.contiguous()
         self._works.append((CheckedWork(self._group.send, [content], 1, 0), content))
@@ -98,12 +100,19 @@ def join_store(address: str, timeout_s: float) -> Any:
 
 
 def connect_groups(
-    kind: str, store: Any, shape: Shape, rank: int, device: torch.device, timeout_s: float, host: str
+    kind: str,
+    store: Any,
+    shape: Shape,
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    host: str,
+    messages: int = IN_FLIGHT,
 ) -> RankLinks:
     """A rank's links; all ranks call this at the same time. Raises `RankLost`.
 
     `kind`: "gloo" or "nccl". `timeout_s` bounds every later operation. `host`: the address of this process
-    for the others (Gloo).
+    for the others (Gloo). `messages`: of a pipe, before its sender waits.
     """
     stage, tp_rank = shape.coordinates(rank)
 
@@ -120,9 +129,9 @@ def connect_groups(
     pipe_in: Pipe | None = None
     pipe_out: Pipe | None = None
     if stage > 0:
-        pipe_in = GroupPipe(join(f"pipe{stage - 1}.{tp_rank}", 1, 2))
+        pipe_in = GroupPipe(join(f"pipe{stage - 1}.{tp_rank}", 1, 2), messages)
     if stage + 1 < shape.pp:
-        pipe_out = GroupPipe(join(f"pipe{stage}.{tp_rank}", 0, 2))
+        pipe_out = GroupPipe(join(f"pipe{stage}.{tp_rank}", 0, 2), messages)
     links = RankLinks(shape, rank, group, pipe_in, pipe_out)
     _first_contact(links, device)
     return links

@@ -140,9 +140,10 @@ def _connect(config: EngineConfig, rank: int, start: dict[str, Any], side: Link)
     limit_s = config.rank_timeout_s
     if start["store"] is not None:
         store, host = join_store(start["store"], limit_s), start["store"].rpartition(":")[0]
-        return connect_groups(kind, store, shape, rank, device, limit_s, host)
+        return connect_groups(kind, store, shape, rank, device, limit_s, host, config.pipe_messages)
     over_side = RankStore(side, limit_s)
-    found = connect_groups(kind, over_side, shape, rank, device, limit_s, config.host_of(rank))
+    place = (shape, rank, device, limit_s, config.host_of(rank), config.pipe_messages)
+    found = connect_groups(kind, over_side, *place)
     over_side.close()
     return found
 

@@ -212,7 +212,8 @@ class RankExecutor:
             start_rank(self.ranks[-1], config, store=address)
         device = parse_device(config.devices[0]).torch_device
         kind, host = collectives_of(config), address.rpartition(":")[0]
-        return connect_groups(kind, store, self._shape, 0, device, self._timeout_s, host)
+        place = (self._shape, 0, device, self._timeout_s, host, config.pipe_messages)
+        return connect_groups(kind, store, *place)
 
     def _connect_nodes(self, config: EngineConfig) -> RankLinks:
         """Ranks on several nodes; they find one another over their side links."""
@@ -236,9 +237,9 @@ class RankExecutor:
         values = Values(self._timeout_s)
         serving = Serving(values, [(rank.rank, rank.side) for rank in self.ranks], self._timeout_s)
         device = parse_device(config.devices[0]).torch_device
-        kind, host = collectives_of(config), config.host_of(0)
+        place = (self._shape, 0, device, self._timeout_s, config.host_of(0), config.pipe_messages)
         try:
-            links = connect_groups(kind, LeaderStore(values), self._shape, 0, device, self._timeout_s, host)
+            links = connect_groups(collectives_of(config), LeaderStore(values), *place)
             serving.join()
         except RankLost as error:
             raise self._own_words() or error from None
@@ -288,7 +289,7 @@ def _pipe_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Room for a batch of the usual size, and smaller ones behind it, on their way to the next stage."""
     rows = max(config.max_batch_tokens, config.max_batch_size)
     batch = rows * model.hidden_size * DTYPE_BYTES[config.dtype]
-    return pipe_bytes(min(LONGEST_PIPE_BYTES, batch), config.pp)
+    return pipe_bytes(min(LONGEST_PIPE_BYTES, batch), config.pipe_messages)
 
 
 def _answer(rank: RankProcess, key: str) -> Any:
