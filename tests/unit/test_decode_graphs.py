@@ -144,6 +144,20 @@ def test_padded_and_late_equals_just_its_size(models: Models, name: str, greedy:
             assert got[1] == pytest.approx(want[1], abs=1e-4)
 
 
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_record_their_collectives(models: Models) -> None:
+    """Tensor-parallel steps are recorded with their sums; their tokens are read at once."""
+    model = models("llama-gqa-tied")
+    plain = executor(model, decode_graphs=False, devices=["cuda:0"])
+    ranks = executor(model, decode_graphs=True, devices=["cuda:0", "cuda:1"], tp=2, max_batch_size=11)
+    try:
+        assert ranks.lag == 0
+        assert run(Sequences(ranks, 11, greedy=True)) == run(Sequences(plain, 11, greedy=True))
+    finally:
+        ranks.close()
+
+
 def test_graphs_are_the_default_on_gpus_alone_and_not_for_pipelines() -> None:
     from distserve.worker.runner import wants_graphs
 

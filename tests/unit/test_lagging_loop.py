@@ -42,6 +42,7 @@ def test_a_request_that_stops_is_computed_once_more_and_no_token_of_it_is_told()
         assert node.tokens(id) == text[: text.index(stops[id]) + 1], id
         assert node.last(id)["reason"] == "stop"
     node.assert_empty()
+    assert node.loop.counters.output_tokens == sum(len(node.tokens(id)) for id in PROMPTS)
 
 
 def test_preemption_waits_for_the_tokens_that_it_recomputes() -> None:

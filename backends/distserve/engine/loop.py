@@ -243,7 +243,6 @@ class EngineLoop:
             flight = self._flights.land()
             self._failures = 0
             self.counters.steps += 1
-            self.counters.output_tokens += len(flight.sampling)
             self.counters.step_began_s = self._flights.began_s()
             now = self._clock()
             self._count_prefill(flight, now)
@@ -273,6 +272,7 @@ class EngineLoop:
     def _book(self, flight: Flight, output: StepOutput, now: float) -> None:
         """Appends the sampled tokens, ends what has ended, tells the owners."""
         states = [self._ledger.by_key.get(item.request.id) for item in flight.sampling]
+        self.counters.output_tokens += sum(state is not None for state in states)
         reasons: dict[str, str] = {}
         for state, token in zip(states, output.tokens, strict=True):
             reason = None if state is None else state.take_token(token)

@@ -219,8 +219,18 @@ class ModelRunner:
         return pool_blocks(self._config, self._shape.block_bytes, self._context, self.device, free)
 
     def _measure(self) -> int:
-        """Bytes of the GPU that steps, graphs and transfers will need beside the pool."""
-        steps = self.run_largest(lambda work: footprint.peak_bytes(work, self.device))
+        """Bytes of the GPU that steps, graphs and transfers will need beside the pool. Raises `ConfigError`
+        if the steps alone do not fit.
+        """
+        try:
+            steps = self.run_largest(lambda work: footprint.peak_bytes(work, self.device))
+        except torch.OutOfMemoryError as error:
+            prompt = footprint.largest_prompt(self._config, self._context)
+            raise ConfigError(
+                f"max_context={self._context}, max_batch_size={self._config.max_batch_size}: a prompt of "
+                f"{prompt} tokens or a decode step of so many sequences does not fit beside the weights "
+                f"({str(error).splitlines()[0][:200]}); lower one of them or max_batch_tokens"
+            ) from None
         decode = steps[-1] if wants_graphs(self._config, self.device) else 0  # graphs keep theirs
         transfers = 0 if self._config.role == "unified" else footprint.TRANSFER_BYTES
         margin = int(footprint.MARGIN_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
