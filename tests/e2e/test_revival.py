@@ -224,9 +224,16 @@ def test_nobody_calls_it_ready_while_nobody_can_decode(served: Deployment) -> No
 
 
 def test_a_killed_tritonserver_is_started_again(served: Deployment) -> None:
-    with front_end(served) as openai:
-        assert httpx.get(f"{openai}/health", timeout=10).json() == {"ready": True}
+    with front_end(served) as openai, ThreadPoolExecutor(2) as pool:
+        for pid in engines(served, "decode_0"):
+            os.kill(pid, signal.SIGSTOP)
+        begun = threading.Semaphore(0)
+        stream = pool.submit(follow, openai, begun)
+        whole = pool.submit(httpx.post, f"{openai}/v1/completions", json=OPENAI, timeout=120)
+        assert begun.acquire(timeout=60)
         end_server(served, signal.SIGKILL, hung_s=60.0)
+        assert stream.result(60)[-1]["error"]["type"] == "service_unavailable"
+        assert whole.result(60).status_code == 503
         reply = httpx.post(f"{openai}/v1/completions", json={**OPENAI, "max_tokens": 4}, timeout=60)
         assert reply.json()["usage"]["completion_tokens"] == 4
 

@@ -11,6 +11,7 @@ import pytest
 from distserve_tools.openai_api import triton_backend
 from distserve_tools.openai_api.errors import ApiError
 from distserve_tools.openai_api.triton_backend import TritonBackend
+from distserve_tools.processes import free_ports
 
 KEY = "k" * 32
 
@@ -82,3 +83,16 @@ def test_the_last_resort_is_to_cancel_the_stream(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(triton_backend, "_END_S", 0.1)
     _, stream = asyncio.run(left(deaf=True))
     assert stream.cancelled
+
+
+def test_a_server_that_is_gone_is_unavailable() -> None:
+    async def ask() -> None:
+        backend = TritonBackend(f"127.0.0.1:{free_ports(1)[0]}", 60.0)
+        try:
+            await backend.status()
+        finally:
+            await backend.close()
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(ask())
+    assert caught.value.status == 503

@@ -64,6 +64,8 @@ async def stream(
                     chunks.put_nowait((index, chunk))
         except ApiError as error:
             chunks.put_nowait((index, error))
+        except Exception as error:  # a mistake of ours: the client must not wait for ever
+            chunks.put_nowait((index, ApiError(500, repr(error), "server_error")))
 
     tasks = [asyncio.create_task(pump(i, *job)) for i, job in enumerate(work)]
     try:

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -145,9 +146,9 @@ class TritonBackend:
                 yield result
         except StopAsyncIteration:
             ended = True
-        except InferenceServerException as error:
+        except grpc.RpcError as error:  # the server is gone
             ended = True
-            raise _api_error(error) from None
+            raise ApiError.of_code(error.code().name, error.details() or "no answer from Triton") from None
         finally:
             if not ended:
                 task = asyncio.create_task(self._end(stream, following, key))
@@ -176,7 +177,7 @@ class TritonBackend:
 
 
 async def _to_the_end(stream: Any, following: asyncio.Future[Any] | None) -> None:
-    with contextlib.suppress(StopAsyncIteration, InferenceServerException):
+    with contextlib.suppress(StopAsyncIteration, grpc.RpcError):
         if following is not None:
             await following
         async for _ in stream:
