@@ -96,6 +96,8 @@ class PageExecutor:
         if self.fail_with is not None:
             raise self.fail_with
         self.steps.append(step)
+        if any(item.tokens == [LAST_SAMPLED] for item in step.items):
+            assert all(len(item.tokens) == 1 for item in step.items)  # such steps only decode
         sampled: list[int] = []
         fresh: dict[str, int] = {}
         for item in step.items:

@@ -92,6 +92,12 @@ def test_a_whole_page_and_a_single_head_of_one_block() -> None:
     assert torch.equal(packer.pack(one, order, buffer), source.pages(1)[1][4, 3].reshape(-1))
 
 
+@pytest.mark.parametrize("other", [(range(2, 4), 1, 3), (range(3, 5), 0, 3), (range(3, 5), 1, 2)])
+def test_a_run_has_one_range_of_blocks_and_heads(other: tuple[range, int, int]) -> None:
+    message = [Piece(5, 0, range(3, 5), 1, 3), Piece(5, 1, *other)]
+    assert list(runs(message, FIRST_LAYER)) == [(message[0], range(0, 1)), (message[1], range(1, 2))]
+
+
 def test_one_launch_copies_what_piece_by_piece_does() -> None:
     source, target = Pages(2, torch.bfloat16, fill=True), Pages(2, torch.bfloat16, fill=False)
     for pages in (source, target):  # as on a GPU: K and V of one shape
