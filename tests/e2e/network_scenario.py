@@ -8,6 +8,8 @@ link is back everything is as before.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -22,7 +24,8 @@ from distserve_tools.client import Client, RequestError
 
 START_S = 120.0
 BACK_S = 90.0
-DEADLINE_S = 40.0  # of a request that a cut has met
+DEADLINE_S = 100.0  # of a request that a cut has met
+CUTS = {"transfer": (1, 16, False), "decode": (6, 90, True)}  # see `cut_after`
 
 
 @dataclass
@@ -41,8 +44,11 @@ class Scenario:
         answer = self.client.complete(self.prompt, DEADLINE_S, max_tokens=8, temperature=0.0, ignore_eos=True)
         assert list(answer.token_ids) == self.expected[:8], answer
 
-    def cut_after(self, tokens: int, max_tokens: int) -> str:
-        """Cuts the link once a request has given so many tokens; says what became of the request."""
+    def cut_after(self, tokens: int, max_tokens: int, frozen: bool) -> str:
+        """Cuts the link once a request has given so many tokens; says what became of the request. `frozen`:
+        the engine of b stands still from then until the link is cut, or it might come to its end before.
+        """
+        engines = [process.pid for process in self.nodes[1].processes("distserve.engine")] if frozen else []
         settings = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         found: list[int] = []
         began = time.monotonic()
@@ -51,7 +57,11 @@ class Scenario:
             for chunk in self.client.stream(self.prompt, DEADLINE_S, **settings):
                 found += chunk.token_ids
                 if len(found) >= tokens and not cut:
+                    for pid in engines:
+                        os.kill(pid, signal.SIGSTOP)
                     self.network.cut()
+                    for pid in engines:
+                        os.kill(pid, signal.SIGCONT)
                     began, cut = time.monotonic(), True
             outcome = "continued"
         except RequestError as error:
@@ -88,8 +98,8 @@ def run(folder: Path) -> None:
         scenario.start()
         print(f"limited: {network.limited}; up after {time.monotonic() - began:.1f} s", flush=True)
         scenario.serves()
-        for what, tokens, length in (("transfer", 1, 16), ("decode", 6, len(scenario.expected))):
-            outcome = scenario.cut_after(tokens, length)
+        for what in spec["cuts"]:
+            outcome = scenario.cut_after(*CUTS[what])
             print(f"cut in mid-{what}: {outcome}; back after {scenario.mend():.1f} s", flush=True)
             assert outcome.startswith("continued") or not scenario.continues, outcome
 

@@ -42,7 +42,7 @@ def write_pair(folder: Path, model: ZooModel) -> tuple[Path, str]:
         "model": str(model.folder),
         "oversubscribe": True,
         "transfer_secret_file": str(secret),
-        "orchestrator": {"heartbeat_s": 0.2, "silence_s": 2.0},
+        "orchestrator": {"heartbeat_s": 0.2},
         "nodes": [{"name": n, "host": host, "grpc_port": ports[n]} for n, host in HOSTS.items()],
         "instances": [
             {"role": role, "pp": 2, "nodes": ["a", "b"], "devices": [core, core], "num_blocks": 256}
@@ -154,7 +154,7 @@ def test_a_node_dies_and_comes_back(pair: Pair) -> None:
     failed = pair.outcome(prompt(20), 20)  # no instance is whole: one clear error, soon
     assert isinstance(failed, RequestError)
     assert failed.code == "UNAVAILABLE"
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 150
     pair.start("b")
     pair.again(before)
     pair.answers_are_right(4)

@@ -24,7 +24,12 @@ OUTPUT = 90
 RATE = "1mbit"
 
 
-def scenario(folder: Path, model: ZooModel, instances: list[dict[str, Any]], continues: bool) -> str:
+PAIR = [{"role": "prefill"}, {"role": "decode", "node": "b"}]
+
+
+def scenario(
+    folder: Path, model: ZooModel, instances: list[dict[str, Any]], continues: bool, *cuts: str
+) -> str:
     """Runs it; returns what it said."""
     core = f"cpu:{min(os.sched_getaffinity(0))}"
     (folder / "secret").write_text(secrets.token_hex(32))
@@ -34,14 +39,15 @@ def scenario(folder: Path, model: ZooModel, instances: list[dict[str, Any]], con
         "model": str(model.folder),
         "oversubscribe": True,
         "transfer_secret_file": str(folder / "secret"),
-        "orchestrator": {"heartbeat_s": 0.2, "silence_s": 2.0, "prefill_may_decode": continues},
+        "orchestrator": {"heartbeat_s": 0.2, "prefill_may_decode": continues},
         "nodes": [{"name": n, "host": h, "grpc_port": GRPC_PORT} for n, h in (("a", A), ("b", B))],
         "instances": [{**ours, "devices": [core] * i.get("pp", 1), **i} for i in instances],
     }
     generate(parse_placement(yaml.safe_dump(placement)), folder / "repository")
     ids = prompt(PROMPT)
     expected = model.greedy(ids, OUTPUT)
-    spec = {"rate": RATE, "grpc_port": GRPC_PORT, "prompt": ids, "expected": expected, "continues": continues}
+    spec = {"rate": RATE, "grpc_port": GRPC_PORT, "prompt": ids, "expected": expected}
+    spec |= {"continues": continues, "cuts": cuts}
     (folder / "scenario.json").write_text(json.dumps(spec))
     done = in_a_namespace([sys.executable, network_scenario.__file__, str(folder)], 280.0)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -56,16 +62,22 @@ def namespaces() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.slow
 def test_prefill_on_one_host_and_decode_on_the_other(zoo: Zoo, tmp_path: Path) -> None:
-    said = scenario(tmp_path, zoo("llama"), [{"role": "prefill"}, {"role": "decode", "node": "b"}], True)
-    assert said.count("continued") == 2
+    """Prefill goes on alone once the handle can't be taken over."""
+    assert scenario(tmp_path, zoo("llama"), PAIR, True, "transfer").count("continued") == 1
 
 
+@pytest.mark.slow
+def test_a_decode_host_is_cut_off(zoo: Zoo, tmp_path: Path) -> None:
+    assert scenario(tmp_path, zoo("llama"), PAIR, True, "decode", "transfer").count("continued") == 2
+
+
+@pytest.mark.slow
 def test_both_instances_over_both_hosts(zoo: Zoo, tmp_path: Path) -> None:
     """Stages on different hosts, and every stage's KV goes to the other host."""
     over = [
         {"role": "prefill", "pp": 2, "nodes": ["a", "b"]},
         {"role": "decode", "pp": 2, "nodes": ["b", "a"]},
     ]
-    assert scenario(tmp_path, zoo("llama"), over, False).count("back after") == 2
+    said = scenario(tmp_path, zoo("llama"), over, False, "transfer", "decode")
+    assert said.count("back after") == 2
