@@ -44,3 +44,4 @@ def test_the_runner_over_them_decodes_the_same_tokens() -> None:
 @pytest.mark.timeout(1800)
 def test_kernels_equal_their_twins_in_every_shape() -> None:
     run("gpu and slow", 1700.0, "test_triton_kernels.py", "--noconftest")
+    run("gpu and slow", 600.0, "test_triton_runner.py")

@@ -17,6 +17,7 @@ KERNELS = "unit/test_triton_kernels.py"
 RUNS = (  # (file, -k): side by side, since most of the time goes into compiling kernels
     ("unit/test_decode_graphs.py", ""),
     ("unit/test_transfer_gpu.py", ""),
+    ("unit/test_triton_runner.py", ""),
     (KERNELS, "float32"),
     (KERNELS, "bfloat16"),
     (KERNELS, "float16 and not bfloat16"),
