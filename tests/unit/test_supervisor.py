@@ -28,6 +28,9 @@ if config == b"bad":
     sys.exit(1)
 if config == b"crash":
     sys.exit(3)
+if config == b"wait":  # as for other nodes
+    while os.path.exists(__file__ + ".hold"):
+        time.sleep(0.01)
 sock.sendall(pack_frame(0, ok_reply()))
 while (frame := read_frame(sock)) is not None:
     call, payload = frame
@@ -45,10 +48,12 @@ Replies = queue.Queue[bytes]
 
 
 @contextmanager
-def supervised(tmp_path: Path, config: str = "", times: SupervisorTimes = PATIENT) -> Iterator[Supervisor]:
+def supervised(
+    tmp_path: Path, config: str = "", times: SupervisorTimes = PATIENT, patient: bool = False
+) -> Iterator[Supervisor]:
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    supervisor = Supervisor(config, lambda fd: [sys.executable, str(script), str(fd)], times)
+    supervisor = Supervisor(config, lambda fd: [sys.executable, str(script), str(fd)], times, patient)
     try:
         supervisor.start()
         yield supervisor
@@ -150,6 +155,32 @@ def test_stop_ends_the_process_and_answers_everybody(tmp_path: Path) -> None:
         supervisor.stop()
         assert failure(waiting).message == "the instance is being unloaded"
         assert failure(call(supervisor, b"x")).code == "UNAVAILABLE"
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid or 0, 0)
+
+
+def test_a_patient_supervisor_does_not_wait_and_tries_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, "crash", patient=True) as supervisor:
+        first = supervisor.pid
+        until(lambda: supervisor.pid not in (None, first))  # a first start that fails is not the last
+        until(lambda: "before it was ready" in failure(call(supervisor, b"x")).message)
+    hold = tmp_path / "engine.py.hold"
+    hold.touch()
+    with supervised(tmp_path, "wait", patient=True) as supervisor:
+        assert "waits for other nodes" in failure(call(supervisor, b"x")).message
+        hold.unlink()
+        until(lambda: call(supervisor, b"x").get(timeout=5) == b"x")
+
+
+def test_an_engine_that_waits_is_unloaded_at_once(tmp_path: Path) -> None:
+    times = SupervisorTimes(start_s=60.0, stop_s=60.0)
+    (tmp_path / "engine.py.hold").touch()
+    with supervised(tmp_path, "wait", times, patient=True) as supervisor:
+        until(lambda: supervisor.pid is not None)
+        pid = supervisor.pid
+        began = time.monotonic()
+        supervisor.stop()
+        assert time.monotonic() - began < 30.0
         with pytest.raises(ProcessLookupError):
             os.kill(pid or 0, 0)
 
