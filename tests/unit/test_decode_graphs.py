@@ -11,6 +11,7 @@ import torch
 
 from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig
+from distserve.worker.decode_graphs import DecodeGraphs
 from distserve.worker.executor import Executor, make_executor
 from distserve.worker.step import LAST_SAMPLED, Joining, SamplingParams, StepInput, StepItem
 from model_zoo import ZooModel, make_checkpoint, prompt
@@ -142,6 +143,35 @@ def test_padded_and_late_equals_just_its_size(models: Models, name: str, greedy:
         if isinstance(got, tuple) and isinstance(want, tuple):
             assert got[0] == want[0]
             assert got[1] == pytest.approx(want[1], abs=1e-4)
+
+
+def test_attention_gets_tables_as_wide_as_the_longest_context_needs() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def body(
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        lens: torch.Tensor,
+    ) -> torch.Tensor:
+        seen.append((tables.shape[1], slots.tolist()))
+        for row, length in enumerate(lens.tolist()):
+            assert tables[row, : -(-length // 4)].tolist() == table[: -(-length // 4)]
+        return ids[:, None].float().expand(-1, 2)
+
+    table, device = [7, 3, 9, 1, 8, 2, 6, 5], torch.device("cpu")
+    graphs = DecodeGraphs(body, 3, 8, 4, 2, torch.float32, device, contexts=(8, 16))
+    graphs.record()
+    assert [(width, slots) for width, slots in seen if any(slot >= 0 for slot in slots)] == []
+    assert {width for width, _ in seen} == {2, 4, 8}
+    for place, width in ((0, 2), (7, 2), (8, 4), (15, 4), (16, 8), (31, 8)):
+        seen.clear()
+        hidden = graphs.run([StepItem("a", [place + 100], place, table), StepItem("b", [5], 0, table)])
+        assert hidden.tolist() == [[place + 100.0] * 2, [5.0] * 2]
+        ((found, slots),) = seen
+        assert found == width
+        assert slots == [table[place // 4] * 4 + place % 4, 28]
 
 
 @pytest.mark.gpu2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distserve.worker.buckets import batch_buckets, bucket_of
+from distserve.worker.buckets import CONTEXTS, batch_buckets, bucket_of, table_widths
 from distserve.worker.decode_rows import DecodeRows
 from distserve.worker.step import LAST_SAMPLED, StepItem
 
@@ -22,11 +22,19 @@ def test_buckets_are_sorted_unique_and_end_at_the_largest_batch(most: int) -> No
     assert buckets[-1] == most
     for batch in {1, most, most // 2 or 1, most // 3 or 1}:
         bucket = bucket_of(batch, buckets)
-        assert batch <= bucket <= max(batch + 15, 4)
+        assert batch <= bucket <= max(batch + 7, 4, 1.5 * batch)
     with pytest.raises(ValueError, match=rf"must be in \[1, {most}\]"):
         bucket_of(most + 1, buckets)
-    with pytest.raises(ValueError, match="batch=0"):
+    with pytest.raises(ValueError, match="size=0"):
         bucket_of(0, buckets)
+
+
+@given(st.integers(1, 20000), st.sampled_from([1, 16, 256, 5000]))
+def test_widths_end_at_the_longest_context(width: int, block_size: int) -> None:
+    widths = table_widths(width, block_size)
+    assert list(widths) == sorted(set(widths))
+    assert widths[-1] == width
+    assert all(w * block_size in CONTEXTS or w == width for w in widths if block_size != 5000)
 
 
 class Device:

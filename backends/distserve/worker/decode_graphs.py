@@ -1,4 +1,4 @@
-"""Decode steps over static buffers, one recorded graph per batch size.
+"""Decode steps over static buffers, one recorded graph per batch size and longest context.
 
 A step uploads two small arrays (tokens and positions; what is new of the block tables), replays a graph, and
 leaves the hidden states of its sequences. The tokens sampled from them stay on the device for the next step,
@@ -7,14 +7,16 @@ which can begin before the host has read them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from distserve.worker.buckets import batch_buckets, bucket_of
+from distserve.worker.buckets import CONTEXTS, batch_buckets, bucket_of, table_widths
 from distserve.worker.decode_rows import DecodeRows
 from distserve.worker.graphs import Recorder, Work
 from distserve.worker.step import StepItem
@@ -23,7 +25,7 @@ from distserve_kernels.transit import upload, upload_into
 logger = logging.getLogger(__name__)
 
 DecodeBody = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(ids, positions, slots int64 [b], block tables int32 [b, width], context lengths int32 [b]) -> hidden
+"""(ids, positions, slots int64 [b], block tables int32 [b, w], context lengths int32 [b]) -> hidden
 states [b, hidden_size]. In rows without a sequence position 0, slot -1, length 0.
 """
 
@@ -42,8 +44,10 @@ class DecodeGraphs:
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
+        contexts: Sequence[int] = CONTEXTS,
     ) -> None:
         self.buckets = batch_buckets(most)
+        self._widths = table_widths(width, block_size, contexts)
         self._body = body
         self._block_size = block_size
         self._device = device
@@ -52,7 +56,7 @@ class DecodeGraphs:
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros((most, hidden), dtype=dtype, device=device)
-        self._replays: dict[int, Work] = {}
+        self._replays: dict[tuple[int, int], Work] = {}  # by bucket and width of the tables
         self._at: Tensor | None = None  # rows of the step in progress, None: the first ones, in order
 
     @torch.inference_mode()
@@ -60,12 +64,12 @@ class DecodeGraphs:
         """Records the graphs of all batch sizes, or of some."""
         began = time.monotonic()
         recorder = Recorder(self._device)
-        wanted = sorted(buckets or self.buckets, reverse=True)  # later ones fit into the first one's memory
-        for bucket in wanted:
+        sizes = itertools.product(buckets or self.buckets, self._widths)
+        for bucket, width in sorted(sizes, reverse=True):  # later ones fit into the first one's memory
             self._inputs[: 3 * bucket].view(3, bucket)[0] = 0
             self._inputs[: 3 * bucket].view(3, bucket)[1:] = -1
-            self._replays[bucket] = recorder.record(lambda bucket=bucket: self._step(bucket))  # type: ignore[misc]
-        logger.info("%d decode graphs in %.1f s", len(wanted), time.monotonic() - began)
+            self._replays[bucket, width] = recorder.record(partial(self._step, bucket, width))
+        logger.info("%d decode graphs in %.1f s", len(self._replays), time.monotonic() - began)
 
     def serves(self, items: Sequence[StepItem]) -> bool:
         """Is this a decode step of a recorded size?"""
@@ -80,7 +84,8 @@ class DecodeGraphs:
             if step.places.shape[1]:
                 places, blocks = upload(step.places, self._device)
                 self._tables.view(-1).index_copy_(0, places, blocks.int())
-            self._replays[bucket]()
+            longest = int(step.inputs[1].max()) // self._block_size + 1
+            self._replays[bucket, bucket_of(longest, self._widths)]()
             ordered = all(row == place for place, row in enumerate(step.rows.tolist()))
             self._at = None if ordered else upload(step.rows, self._device)
             n = len(items)
@@ -96,9 +101,9 @@ class DecodeGraphs:
         else:
             self._sampled[self._at] = tokens
 
-    def _step(self, bucket: int) -> None:
+    def _step(self, bucket: int, width: int) -> None:
         given, positions, source = self._inputs[: 3 * bucket].view(3, bucket)
-        tables, size = self._tables[:bucket], self._block_size
+        tables, size = self._tables[:bucket, :width], self._block_size
         ids = torch.where(source >= 0, self._sampled[source.clamp(min=0)], given)
         place = positions.clamp(min=0)
         block = tables.gather(1, (place // size).unsqueeze(1)).squeeze(1)
