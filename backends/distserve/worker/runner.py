@@ -144,7 +144,9 @@ class StepTensors:
         blocks = tables[np.arange(n), positions // size]
         np.add(blocks.astype(np.int64) * size, positions % size, out=slots)
         lens = torch.from_numpy((positions + 1).astype(np.int32))
-        rows = torch.from_numpy(tables)[:, :width] if self._device.type == "cpu" else torch.from_numpy(tables)
+        rows = torch.from_numpy(tables)[:, :width]
+        if self._device.type != "cpu":
+            rows = rows.contiguous()  # as wide as needed: attention is launched for the longest context
         return DecodeMeta(rows.to(self._device, non_blocking=True), lens.to(self._device, non_blocking=True))
 
     def _prompt_slots(self, items: Sequence[StepItem], positions: Integers, slots: Integers) -> None:
