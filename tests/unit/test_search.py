@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,12 +28,13 @@ from distserve_planner.search.deployment import Deployment, Group
 from distserve_planner.search.evaluate import evaluate
 from distserve_planner.search.least_devices import least_devices
 from distserve_planner.search.problem import Assumptions, Problem
+from distserve_planner.search.ranking import rank
 from distserve_planner.search.result import Objective, SearchResult
 from distserve_planner.search.result_file import from_values, to_values
 from distserve_planner.search.search import search
 from distserve_planner.search.system_spec import system_spec
-from distserve_planner.search.tasks import DeploymentTask, PhaseTask
-from distserve_planner.search.workers import Workers
+from distserve_planner.search.tasks import DeploymentTask, PhaseTask, Result, Task
+from distserve_planner.search.workers import Done, Workers
 from distserve_planner.slo import Slo
 from distserve_planner.workload import named_workload
 
@@ -367,3 +369,31 @@ def test_requests_are_the_same_at_every_rate() -> None:
     given = problem().requests
     assert np.all(np.diff(given.times) >= 0)
     assert (len(given) - 1) / given.times[-1] == pytest.approx(1.0)
+
+
+class ScriptedWorkers(Workers):
+    """Goodputs from a table: per deployment what a short run finds, and a long one."""
+
+    def __init__(self, rates: dict[Deployment, tuple[float, float]]) -> None:
+        super().__init__(problem(), 1)
+        self.rates = rates
+        self.asked: list[Deployment] = []
+
+    def map(self, tasks: Sequence[Task], done: Done | None = None) -> list[Result]:
+        results: list[Result] = []
+        for task in tasks:
+            assert isinstance(task, DeploymentTask)
+            self.asked.append(task.deployment)
+            rate = self.rates[task.deployment][task.long]
+            met = rate >= task.floor * task.deployment.devices
+            results.append(Goodput(rate if met else 0.0, None, None))
+        return results
+
+
+def test_candidates_that_missed_a_rate_which_did_not_last_are_tried_again() -> None:
+    one, two, three, four = (unit(Shape(1, 1), Shape(1, pp)) for pp in (1, 2, 3, 4))
+    workers = ScriptedWorkers({one: (10.0, 6.0), two: (8.0, 8.0), three: (7.5, 7.5), four: (5.0, 5.0)})
+    bounds = {one: 12.0, two: 11.0, three: 9.0, four: 7.0}
+    found = rank(workers, [Candidate(d, bound) for d, bound in bounds.items()], lambda deployment: 1.0)
+    assert (found[0].deployment, found[0].rate, found[0].long) == (two, 8.0, True)
+    assert four not in workers.asked  # its bound is below what lasted

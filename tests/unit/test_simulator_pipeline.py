@@ -118,17 +118,12 @@ def test_decode_rounds_are_those_of_the_schedulers_micro_batches(pp: int, rate: 
     system = SystemSpec(decode=(InstanceSpec(latency(pp), BLOCKS, LIMITS),))
     run = Simulation(system, arrivals, inputs, outputs)
     run.run()
-    even = SystemSpec(decode=(InstanceSpec(latency(pp), BLOCKS, LIMITS, even_rounds=True),))
-    bound = Simulation(even, arrivals, inputs, outputs)
-    bound.run()
     scheduler = DecodeScheduler(LIMITS, CountingBlocks(BLOCKS, 16), stages=pp)
     first, last = stepped(scheduler, pp, arrivals, inputs, outputs)
     theirs = (last - first)[200:1300] / (np.array(outputs)[200:1300] - 1)
     ours = run.outcome(200, 1300).tpot_s
     for share in (50, 90, 99):
         assert np.percentile(ours, share) == pytest.approx(np.percentile(theirs, share), rel=0.05)
-        quick = np.percentile(bound.outcome(200, 1300).tpot_s, share)
-        assert 0.93 * np.percentile(theirs, share) < quick < 1.01 * np.percentile(theirs, share)
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "chunked_prefill"])

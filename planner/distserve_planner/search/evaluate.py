@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -77,7 +76,7 @@ def phase_ceiling(problem: Problem, task: PhaseTask) -> float:
 
 
 def _phase(problem: Problem, task: PhaseTask) -> Goodput:
-    spec = replace(problem.instance(task.shape, cross_hops=task.cross_hops), even_rounds=True)
+    spec = problem.instance(task.shape, cross_hops=task.cross_hops)
     prefill = task.role == "prefill"
     system = SystemSpec(prefill=(spec,), ordering=spec.ordering) if prefill else SystemSpec(decode=(spec,))
     return goodput(

@@ -45,7 +45,9 @@ def rank(
 
     Candidates are tried by falling bound, in waves. One whose bound is below the best rate found is not
     tried; one that misses the objectives at that rate is dropped after a single simulation. Then the leader
-    is run long, and loses its place if it falls behind, until the leader is one that was run long.
+    is run long, and loses its place if it falls behind, until the leader is one that was run long. As long
+    runs find lower rates than short ones, candidates that only fell short of a rate that did not last are
+    tried again, at the one that did.
     """
     pending = sorted(
         candidates,
@@ -61,7 +63,9 @@ def rank(
         best = max([best, *(r.rate / divisor(r.deployment) for r in ranked)])
         if progress is not None:
             progress(total - len(pending), total)
-    ranked += [Ranked(c.deployment, 0.0, c.predicted, best, tried=False) for c in pending]
+    ranked += [
+        Ranked(c.deployment, 0.0, c.predicted, best * divisor(c.deployment), tried=False) for c in pending
+    ]
     if progress is not None:
         progress(total, total)
     return _confirm(workers, ranked, divisor)
@@ -98,11 +102,32 @@ def _confirm(workers: Workers, ranked: list[Ranked], divisor: Score) -> list[Ran
     while True:
         ranked.sort(key=order)
         leaders = [r for r in ranked if not r.long and r.rate / divisor(r.deployment) > best]
-        if not leaders:
-            return ranked
-        wave = leaders[: workers.jobs]
-        again = [Candidate(r.deployment, 1.02 * r.rate) for r in wave]
-        confirmed = _try(workers, again, best, divisor, long=True)
-        for old, new in zip(wave, confirmed, strict=True):
+        if leaders:
+            wave = leaders[: workers.jobs]
+            results = _try(
+                workers, [Candidate(r.deployment, 1.02 * r.rate) for r in wave], best, divisor, long=True
+            )
+            best = max([best, *(r.rate / divisor(r.deployment) for r in results)])
+        else:
+            wave = _may_still_win(ranked, best, divisor)[: max(2, workers.jobs)]
+            if not wave:
+                return ranked
+            results = _try(
+                workers, [Candidate(r.deployment, r.bound) for r in wave], best, divisor, long=False
+            )
+        for old, new in zip(wave, results, strict=True):
             ranked[ranked.index(old)] = replace(new, bound=old.bound, probes=old.probes + new.probes)
-        best = max([best, *(r.rate / divisor(r.deployment) for r in confirmed)])
+
+
+def _may_still_win(ranked: Sequence[Ranked], best: float, divisor: Score) -> list[Ranked]:
+    """Those that are only known to miss a higher rate than `best`, or were not tried as it seemed too low."""
+    found = [
+        r
+        for r in ranked
+        if not r.long
+        and not r.rate
+        and r.lone is None
+        and r.bound / divisor(r.deployment) > best
+        and r.floor / divisor(r.deployment) > best * (1 + 1e-9)
+    ]
+    return sorted(found, key=lambda r: (-r.bound / divisor(r.deployment), str(r.deployment)))

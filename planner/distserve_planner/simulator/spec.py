@@ -15,18 +15,13 @@ from distserve_planner.simulator.rounds import DecodeRounds
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """One instance: its times, its KV pool and the limits of its scheduler.
-
-    even_rounds: with pp stages, decode in rounds of even micro-batches (`DecodeRounds`), which is several
-    times faster than each on its way, and up to 5 % too quick: for bounds.
-    """
+    """One instance: its times, its KV pool and the limits of its scheduler."""
 
     latency: InstanceLatency
     num_blocks: int
     limits: Limits
     block_size: int = 16
     ordering: Ordering = field(default_factory=Ordering)  # of prompts that wait at a prefill instance
-    even_rounds: bool = False
     rounds: DecodeRounds = field(init=False, repr=False, compare=False)  # tabulated once for all simulations
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class Simulation:
             for i, spec in enumerate(system.prefill)
         ]
         self.decode = [
-            (DecodeInstance if spec.latency.pp == 1 or spec.even_rounds else PipelinedDecode)(
+            (DecodeInstance if spec.latency.pp == 1 else PipelinedDecode)(
                 i, spec, self.clock, self.records, self._pull, self._done
             )
             for i, spec in enumerate(system.decode)
