@@ -391,9 +391,10 @@ class ScriptedWorkers(Workers):
 
 
 def test_candidates_that_missed_a_rate_which_did_not_last_are_tried_again() -> None:
-    one, two, three, four = (unit(Shape(1, 1), Shape(1, pp)) for pp in (1, 2, 3, 4))
-    workers = ScriptedWorkers({one: (10.0, 6.0), two: (8.0, 8.0), three: (7.5, 7.5), four: (5.0, 5.0)})
-    bounds = {one: 12.0, two: 11.0, three: 9.0, four: 7.0}
+    one, slow, two, three, four = (unit(Shape(1, 1), Shape(1, pp)) for pp in range(1, 6))
+    rates = {one: (10.0, 6.0), slow: (1.0, 1.0), two: (8.0, 8.0), three: (7.5, 7.5), four: (5.0, 5.0)}
+    workers = ScriptedWorkers(rates)
+    bounds = {one: 12.0, slow: 11.5, two: 11.0, three: 9.0, four: 7.0}  # the first two are tried at once
     found = rank(workers, [Candidate(d, bound) for d, bound in bounds.items()], lambda deployment: 1.0)
     assert (found[0].deployment, found[0].rate, found[0].long) == (two, 8.0, True)
     assert four not in workers.asked  # its bound is below what lasted
