@@ -37,6 +37,8 @@ _LOG = logging.getLogger(__name__)
 _SIGN_OF_LIFE_S = 10.0
 _CONTROL_S = 5.0
 _KILL_S = 10.0
+# of the region that Triton and a stub share, at the start: one that grows under load has crashed a stub
+_STUB_SHM_BYTES = 16 << 20
 
 Progress = Callable[[Mapping[str, str]], None]
 """Called with the state of each model ("loading", "ready") whenever one changes, and every ten seconds."""
@@ -306,6 +308,7 @@ class TritonServer:
             "--disable-auto-complete-config",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--backend-config=python,shm-default-byte-size={_STUB_SHM_BYTES}",
             f"--exit-timeout-secs={max(1, round(options.drain_timeout_s))}",
             f"--http-address={options.host}",
             f"--http-port={self.ports.http}",
