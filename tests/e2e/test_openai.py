@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from contextlib import closing
 import httpx
 import openai
 import pytest
-from serving import Deployment, front_end
+from serving import Deployment, engine_pid, front_end
 
 KEY = "secret"
 
@@ -149,14 +151,18 @@ def test_a_client_that_leaves_ends_its_request(url: str, deployment: Deployment,
         "n": 20,
     }
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    before = ended(url)
-    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        if stream:
-            assert connection.getresponse().readline().startswith(b"data: ")
-        deadline = time.monotonic() + 20
-        while not deployment.status()["requests"]:
-            assert time.monotonic() < deadline
+    before, decode = ended(url), engine_pid(deployment, "decode_0")
+    os.kill(decode, signal.SIGSTOP)  # they are under way when the client leaves
+    try:
+        with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            if stream:
+                assert connection.getresponse().readline().startswith(b"data: ")
+            deadline = time.monotonic() + 20
+            while not deployment.status()["requests"]:
+                assert time.monotonic() < deadline
+    finally:
+        os.kill(decode, signal.SIGCONT)
     deployment.wait_idle()
     deadline = time.monotonic() + 20
     while not (since := ended(url) - before)["cancelled"]:  # metrics come a little later
