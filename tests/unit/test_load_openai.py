@@ -57,10 +57,10 @@ class Double:
             if i == self.fail_at:
                 yield json.dumps({"error": {"message": "engine died"}})
                 return
-            choice: dict[str, Any] = {"index": 0, "text": f"t{i}"}
+            choice: dict[str, Any] = {"index": 0, "text": f"t{i}\u0085\u2028"}  # no ends of lines
             if self.ids:
                 choice["token_ids"] = [i, i]
-            yield json.dumps({"choices": [choice]})
+            yield json.dumps({"choices": [choice]}, ensure_ascii=False)
             await asyncio.sleep(0.01)
         yield json.dumps({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
 

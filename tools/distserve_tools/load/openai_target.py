@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
@@ -46,8 +46,8 @@ class OpenAITarget:
                 if response.status_code != 200:
                     record.error = f"HTTP {response.status_code}: {(await response.aread())[:300].decode()}"
                     return
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
+                async for line in _lines(response):
+                    if line.startswith(b"data: {"):
                         self._book(json.loads(line[6:]), record)
         except httpx.HTTPError as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -64,3 +64,14 @@ class OpenAITarget:
             if choice.get("text") or ids:
                 record.token_s.append(time.monotonic() - self._start_s)
                 record.token_counts.append(len(ids) if ids else 1)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """As server-sent events end them. `aiter_lines` also breaks at U+0085 and its like, which JSON may hold."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.rstrip(b"\r")
+    if rest:
+        yield rest
