@@ -67,7 +67,7 @@ class OpenAITarget:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """As server-sent events end them. `aiter_lines` also breaks at U+0085 and its like, which JSON may hold."""
+    """As server-sent events end them; `aiter_lines` also breaks at U+0085, which JSON may hold."""
     rest = b""
     async for piece in response.aiter_bytes():
         *whole, rest = (rest + piece).split(b"\n")
