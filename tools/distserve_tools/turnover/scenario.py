@@ -24,10 +24,10 @@ SPREAD = 0.25  # lengths are uniform within this share of their mean
 KV_BYTES = 128 << 20
 MEMORY_GIB = 2.0  # of a device, for the planner
 BLOCK_SIZE = 16
-MAX_BATCH = 4  # see `Scenario`
+MAX_BATCH = 2  # see `Scenario`; small, since three engines and the server share two cores and one memory
 SHORT, LONG = 24, 64  # tokens in and out of the second mix
 FEW = 6  # tokens out of the first
-DECODE_LOAD = 1.2  # of one decode instance by the second mix
+DECODE_LOAD = 1.1  # of one decode instance by the second mix
 PREFILL_LOAD = 0.35  # of each of two prefill instances by the first
 TTFT_FACTOR, TPOT_FACTOR = 8.0, 2.5  # objectives over what a prompt, and a step of a full batch, take
 
