@@ -53,14 +53,10 @@ class EngineConfig:
     collectives: Collectives | None = None  # between CPU ranks; default: memory. GPUs use NCCL
     log_format: LogFormat = "text"
     attention_backend: str | None = None  # default: chosen by device
-    decode_graphs: bool | None = (
-        None  # decode steps in recorded batch sizes, read back late; default: on GPUs
-    )
+    decode_graphs: bool | None = None  # recorded batch sizes, read back late; default: on GPUs
     transfer_host: str = "127.0.0.1"
     transfer_secret_file: str | None = None
-    rank_servers: tuple[str, ...] | None = (
-        None  # over several nodes: gRPC address per rank; "": rank 0's node
-    )
+    rank_servers: tuple[str, ...] | None = None  # gRPC address by rank; "": rank 0's node
 
     def __post_init__(self) -> None:
         for name in (

@@ -17,8 +17,8 @@ class PrefillInstance:
     """Batches pass the pp stages one behind the other; a longer batch ahead makes a bubble behind it."""
 
     __slots__ = (
-        "_clock", "_latency", "_longs", "_prefilled", "_records", "_requests", "_stage_free", "_wants_work",
-        "busy", "busy_s", "index", "kv_tokens", "scheduler", "work",
+        "_clock", "_latency", "_longs", "_pieces_above", "_prefilled", "_records", "_requests", "_stage_free",
+        "_wants_work", "busy", "busy_s", "index", "kv_tokens", "scheduler", "work",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +38,8 @@ class PrefillInstance:
         )
         self.work = 0  # tokens of the prompts waiting and in computation,
         self._requests = self._longs = 0  # their number, and that of those computed in pieces
+        limits = spec.limits
+        self._pieces_above = None if limits.prefill_chunk_tokens is None else limits.max_batch_tokens
         self.busy = False  # the first stage
         self.busy_s = 0.0  # of the slowest stage
         self._latency = spec.latency
@@ -49,21 +51,18 @@ class PrefillInstance:
 
     def in_pieces(self, tokens: int) -> bool:
         """Others overtake a prompt of this length here."""
-        limits = self.scheduler.limits
-        return limits.prefill_chunk_tokens is not None and tokens > limits.max_batch_tokens
+        return self._pieces_above is not None and tokens > self._pieces_above
 
     def prompt_load(self) -> PromptLoad:
         """For `choose_prefill`."""
-        limits = self.scheduler.limits
-        above = None if limits.prefill_chunk_tokens is None else limits.max_batch_tokens
         return PromptLoad(
             self.work,
             self._requests,
             self.scheduler.credits(),
-            limits.max_batch_tokens,
+            self.scheduler.limits.max_batch_tokens,
             not self.work,
             self._longs,
-            above,
+            self._pieces_above,
         )
 
     def offer(self, request: Tracked) -> None:

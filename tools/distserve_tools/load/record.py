@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distserve_planner.slo import Slo
 from distserve_planner.workload.readers import REQUEST_LOG_SCHEMA
 
 STAGES = ("prefill_queue", "prefill", "decode_queue", "transfer", "decode")
@@ -49,6 +50,10 @@ class Record:
         """(last token - first token) / (n - 1); 0 for a one-token output."""
         count = self.output_tokens
         return (self.token_s[-1] - self.token_s[0]) / (count - 1) if count > 1 else 0.0
+
+    def met(self, slo: Slo) -> bool:
+        """Both objectives; a failed request misses."""
+        return self.ok and self.ttft_s <= slo.ttft_s and self.tpot_s <= slo.tpot_s
 
     @property
     def gaps_s(self) -> list[float]:

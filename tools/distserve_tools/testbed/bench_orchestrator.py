@@ -192,7 +192,7 @@ def _result(
 ) -> OrchestratorLoad:
     tokens = sum(r.output_tokens for r in records)
     messages = sum(len(r.token_s) for r in records)
-    gaps = np.concatenate([np.diff(r.token_s) for r in records])
+    gaps = np.array([gap for r in records for gap in r.gaps_s])
     begin, end = min(r.token_s[0] for r in records), max(r.token_s[-1] for r in records)
     return OrchestratorLoad(
         orchestrators=orchestrators,

@@ -37,8 +37,7 @@ class Run:
 
     def attainment(self, slo: Slo) -> float:
         """Failed requests are misses."""
-        met = [r.ok and r.ttft_s <= slo.ttft_s and r.tpot_s <= slo.tpot_s for r in self.records]
-        return float(np.mean(met))
+        return float(np.mean([r.met(slo) for r in self.records]))
 
     def predicted_attainment(self, slo: Slo) -> float:
         assert self.predicted is not None

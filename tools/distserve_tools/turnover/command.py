@@ -95,8 +95,7 @@ def phases(scenario: Scenario, change_s: tuple[float, float] | None) -> list[Pha
 
 def attainment(records: Sequence[Record], slo: Slo) -> float:
     """Share that meets both; NaN without requests."""
-    met = [r.ok and r.ttft_s <= slo.ttft_s and r.tpot_s <= slo.tpot_s for r in records]
-    return sum(met) / len(met) if met else float("nan")
+    return sum(r.met(slo) for r in records) / len(records) if records else float("nan")
 
 
 def _document(scenario: Scenario, passes: dict[str, Pass]) -> dict[str, Any]:
