@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,12 @@ class FakeClient:
         self.answers = answers
 
     def control(self, op: str, timeout_s: float) -> Any:
+        return self._next()
+
+    def complete(self, prompt: Sequence[int], timeout_s: float, **params: Any) -> Any:
+        return self._next()
+
+    def _next(self) -> Any:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -132,6 +139,16 @@ def test_readiness_waits_and_then_names_the_instance() -> None:
         readiness.wait_until_serving(FakeClient([{"instances": [wrong]}]), 1e9)  # type: ignore[arg-type]
     with pytest.raises(readiness.NotServingError, match="orchestrator: UNAVAILABLE: starting"):
         readiness.wait_until_serving(FakeClient([refused]), 0.1)  # type: ignore[arg-type]
+
+
+def test_the_first_request_outlives_an_instance_that_is_lost_just_then() -> None:
+    lost = client.RequestError("UNAVAILABLE", "no usable decode instance")
+    readiness.probe(FakeClient([lost, lost, None]), 10)  # type: ignore[arg-type]
+    with pytest.raises(readiness.NotServingError, match="a first request failed: UNAVAILABLE"):
+        readiness.probe(FakeClient([lost]), 0.1)  # type: ignore[arg-type]
+    wrong = client.RequestError("FAILED_PRECONDITION", "dtype='bf16'")
+    with pytest.raises(readiness.NotServingError, match="dtype"):  # at once
+        readiness.probe(FakeClient([wrong]), 1e9)  # type: ignore[arg-type]
 
 
 def response(**tensors: bytes) -> Any:

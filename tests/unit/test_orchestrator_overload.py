@@ -96,8 +96,22 @@ async def test_the_servers_own_objective(bench: Bench) -> None:
 
 
 @scenario()
+async def test_one_stall_says_nothing_of_the_usual_pace(bench: Bench) -> None:
+    await told_pace(bench, (100, 1_000), (100, 1_000))
+    stalled = await bench.request([1, 2, 3], 40)
+    await stalled.tokens(2)
+    bench.engine("decode_0").paused = True
+    await asyncio.sleep(1.0)
+    bench.engine("decode_0").paused = False
+    await stalled.end()
+    long = await bench.request([1, 2, 3], 200, deadline=4.0, min_tokens=200)
+    await long.end()
+    assert long.error is None
+
+
+@scenario()
 async def test_a_pace_per_token_that_cannot_be_kept_is_refused_at_once(bench: Bench) -> None:
-    unknown = await bench.request([1, 2, 3], 40, tpot_slo=1e-6)  # nothing has been decoded yet
+    unknown = await bench.request([1, 2, 3], 200, tpot_slo=1e-6)  # nothing has been decoded yet
     await unknown.end()
     assert unknown.error is None
     refused = await bench.request([1, 2, 3], 40, tpot_slo=1e-6)
@@ -114,7 +128,7 @@ async def test_a_pace_per_token_that_cannot_be_kept_is_refused_at_once(bench: Be
 
 @scenario(config=dataclasses.replace(CONFIG, slo_tpot_s=1e-6, refuse_late=True))
 async def test_the_servers_own_pace_per_token(bench: Bench) -> None:
-    await (await bench.request([1, 2, 3], 40)).end()
+    await (await bench.request([1, 2, 3], 200)).end()
     assert "1e-06 s per token" in refusal(await bench.request([1, 2, 3], 40))
     own = await bench.request([1, 2, 3], 40, tpot_slo=10.0)
     await own.end()
@@ -241,6 +255,16 @@ def test_pace_of_output_follows_the_number_of_requests_and_forgets() -> None:
     assert pace.seconds(10.0, 20) == pytest.approx(0.050)
     assert pace.seconds(35.5, 1) == pytest.approx(0.012)
     assert pace.seconds(40.1, 1) is None
+
+
+@pytest.mark.parametrize("usual", [2, 5])
+def test_a_stall_does_not_spoil_the_pace_of_output(usual: int) -> None:
+    pace = DecodePace()
+    pace.note(0.0, 1, 10.0)
+    assert pace.seconds(0.0, 1) is None
+    for n in range(usual):
+        pace.note(1.0 + n, 1, 0.010)
+    assert pace.seconds(1.0 + usual, 1) == pytest.approx(0.010)
 
 
 def test_drain_rate_needs_a_queue_that_stays_filled() -> None:

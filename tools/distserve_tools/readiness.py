@@ -41,12 +41,19 @@ def probe(client: Client, timeout_s: float = 60.0) -> None:
     """Sends one short request through prefill, transfer and decode, before any client's.
 
     It pays for what is made at first use (buffers, the connection between two instances), and finds
-    instances that do not fit together when they meet. Raises `NotServingError`.
+    instances that do not fit together when they meet. An instance that is lost just then comes back: the
+    request is sent again until the time is over. Raises `NotServingError`.
     """
-    try:
-        client.complete(_PROBE, timeout_s, max_tokens=2, temperature=0.0, ignore_eos=True)
-    except RequestError as error:
-        raise NotServingError(f"a first request failed: {error}") from None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(1.0, deadline - time.monotonic())
+        try:
+            client.complete(_PROBE, left_s, max_tokens=2, temperature=0.0, ignore_eos=True)
+            return
+        except RequestError as error:
+            if error.code != "UNAVAILABLE" or time.monotonic() + _PAUSE_S > deadline:
+                raise NotServingError(f"a first request failed: {error}") from None
+        time.sleep(_PAUSE_S)
 
 
 def _problem(entry: dict[str, Any]) -> str:

@@ -13,8 +13,6 @@ from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Session
 
-_RECENT_S = 30.0
-_KEEP = 0.9
 _SAFE_SHARE = 0.8  # of a limit; what is expected right at it would be late every other time
 
 
@@ -32,19 +30,11 @@ class Forecaster:
 
     def __init__(self, fleet: Fleet, router: Router) -> None:
         self._fleet, self._router = fleet, router
-        self._tpot_s = 0.0  # of requests that have ended, the last ones most
-        self._noted_s: float | None = None
         self._paces: WeakKeyDictionary[InstanceLink, DecodePace] = WeakKeyDictionary()
 
     def paced(self, link: InstanceLink, now: float, seconds: float) -> None:
         """A token of a request that is decoded there came so long after the one before."""
         self._paces.setdefault(link, DecodePace()).note(now, len(link.targets), seconds)
-
-    def ended(self, now: float, tpot_s: float) -> None:
-        """A request of several tokens has ended."""
-        fresh = self._noted_s is None or now - self._noted_s > _RECENT_S
-        self._tpot_s = tpot_s if fresh else _KEEP * self._tpot_s + (1 - _KEEP) * tpot_s
-        self._noted_s = now
 
     def forecast(self, session: Session, now: float) -> Forecast | None:
         """Of a session that is not queued yet."""
@@ -122,8 +112,8 @@ class Forecaster:
             return
         if ttft_limit_s is not None and expected.ttft_s > _SAFE_SHARE * ttft_limit_s:
             raise _unreachable(f"the first token in {ttft_limit_s:g} s", expected)
-        recent = self._noted_s is not None and now - self._noted_s <= _RECENT_S
-        end_s = expected.ttft_s + (self._tpot_s * (session.certain_tokens - 1) if recent else 0.0)
+        decoded = self.tpot(session, now) if session.certain_tokens > 1 else None
+        end_s = expected.ttft_s + (decoded[0] * (session.certain_tokens - 1) if decoded is not None else 0.0)
         allowed_s = session.deadline_s - session.times.arrival_s
         if end_s > _SAFE_SHARE * allowed_s:
             raise _unreachable(f"the end in {allowed_s:g} s, expected after {end_s:.2f} s", expected)

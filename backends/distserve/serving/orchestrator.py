@@ -293,10 +293,7 @@ class Orchestrator:
     def ended(self, session: Session, outcome: Outcome, error: ServingError | None) -> None:
         self.sessions.pop(session.number, None)
         self.router.remove(session)
-        now, tokens = self.now(), len(session.output)
-        self.accounts.ended(session, outcome, error, now)
-        if error is None and tokens > 1:
-            self._forecaster.ended(now, session.times.summary(tokens)["tpot_s"])
+        self.accounts.ended(session, outcome, error, self.now())
         self._changed_soon()
 
     # changes and time

@@ -10,6 +10,7 @@ from statistics import median_low
 _SAMPLES = 32
 _RECENT_S = 30.0
 _APART_S = 0.1
+_LEAST = 3  # sightings that say something: one stall, as after a cut link, must not count for what is usual
 _SPREAD = 1.2  # least ratio of two batch sizes that says something of the share per token
 
 
@@ -65,9 +66,9 @@ class DecodePace:
             self._seen.append((now, float(requests), seconds))
 
     def seconds(self, now: float, requests: int) -> float | None:
-        """With so many requests; None: nothing has been seen lately."""
+        """With so many requests; None: too little has been seen lately."""
         recent = [(count, seconds) for when, count, seconds in self._seen if now - when <= _RECENT_S]
-        if not recent:
+        if len(recent) < _LEAST:
             return None
         constant, share = _fit(recent)
         return constant + share * requests
