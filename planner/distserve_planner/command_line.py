@@ -50,6 +50,10 @@ def dispatch(prog: str, about: str, commands: Sequence[Command], argv: Sequence[
         sys.stdout.write(_overview(prog, about, commands))
         return 0 if words else 2
     command, rest = _find(commands, words)
+    group = [c for c in commands if c.name.startswith(f"{words[0]} ")]
+    if command is None and group and words[1:] in ([], ["-h"], ["--help"]):
+        sys.stdout.write(_overview(prog, about, group))
+        return 0 if words[1:] else 2
     if command is None:
         hint = nearest(" ".join(words[:1]), [c.name for c in commands])
         sys.stderr.write(f"{prog}: unknown command '{words[0]}'{hint}\n")

@@ -212,3 +212,13 @@ def test_every_command_has_help(command: Any, capsys: pytest.CaptureFixture[str]
         main([*command.name.split(), "--help"])
     assert caught.value.code == 0
     assert f"distserve {command.name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "code"), [(["bench"], 2), (["bench", "--help"], 0)])
+def test_a_group_of_commands_lists_them(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    told = capsys.readouterr().out
+    assert "bench transfer" in told
+    assert "chaos" not in told

@@ -17,7 +17,7 @@ from distserve_planner.placement_file import parse_placement
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_tools.load.record import Record
-from distserve_tools.testbed import systems
+from distserve_tools.testbed import lone_engine, systems
 from distserve_tools.testbed.campaign import (
     Campaign,
     beside_engines,
@@ -251,7 +251,8 @@ def campaign() -> Campaign:
     terms = {DISAGGREGATED: ServerTerms(0.01, 0.002, 0.1, 4e-4)}
     for run in runs[:3]:
         run.predicted = predictor(DISAGGREGATED).predict(run.trace, terms[DISAGGREGATED])
-        run.engines = {"decode_0": {"execute_s": 0.95, "loop_s": 0.05}}
+        moved = {"transfer_wait_s": 0.00301 * len(run.records), "transfer_wire_s": 0.0}
+        run.engines = {"decode_0": {"execute_s": 0.95, "loop_s": 0.05, **moved}}
         for record in run.records:
             record.stages = {"prefill": 0.2, "transfer": 0.001, "decode": 0.1}
     lone = {name: run_of(name, 0.1, 0, 0, 3) for name in (DISAGGREGATED, "vllm")}
@@ -268,7 +269,7 @@ def test_the_report_has_every_table() -> None:
         "Noise, the standard deviation of attainment between 2 runs",
         "| easy | 90% | 0.",
         "| hard | 90% | 0.00 (",
-        "| disaggregated 2/s | 0 ms | 200 ms | 0 ms | 1 ms | 100 ms | 0.33% |",
+        "| disaggregated 2/s | 0 ms | 200 ms | 0 ms | 1 ms | 100 ms | 0.33% | 1.00% | 0.00% |",
         "| vllm 1/s | 0.10 |",
     ):
         assert line in text
@@ -325,3 +326,18 @@ def test_the_comparison_without_a_server_names_a_best_system() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| chat")]
     assert len(rows) == 8  # four objectives, two targets
     assert any("disaggregated |" in row or "prefill |" in row for row in rows)
+
+
+def test_the_factor_of_a_disturbance_is_the_median_of_rounds_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lone_engine, "CHANGE_S", 0.0)
+    switched: list[bool] = []
+    calls = iter(range(10_000))
+
+    def step_s() -> float:
+        outlier = 50.0 if next(calls) % 25 == 24 else 1.0
+        return outlier * (1.5 if switched[-1] else 1.0)
+
+    assert lone_engine.factor(step_s, switched.append) == pytest.approx(1.5)
+    assert switched == [False, True] * lone_engine.ROUNDS + [False]  # and it ends undisturbed

@@ -26,6 +26,11 @@ COMMANDS = (
         "what the orchestrator costs, against instances that only replay tokens",
     ),
     Command(
+        "bench transfer",
+        "distserve_tools.testbed.bench_transfer",
+        "KV between two processes beside a plain TCP stream, and steps beside KV",
+    ),
+    Command(
         "bench watch",
         "distserve_tools.turnover.command",
         "a load that turns, on a running server with and without `planner watch`",

@@ -107,53 +107,77 @@ def measure(
     num_blocks = -(-max(token_counts) // shape.block_size)
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
-    peer = context.Process(target=_serve, args=(theirs, shape, num_blocks, staging_bytes), daemon=True)
+    peer = context.Process(target=serve_pulls, args=(theirs, shape, num_blocks, staging_bytes), daemon=True)
     peer.start()
     theirs.close()
-    puller = KVPuller(
-        TensorPages(shape, num_blocks),
-        Shape(),
-        0,
-        shape.layout(),
-        "measure-decode",
-        1,
-        staging_bytes=staging_bytes,
-        shared_memory=shared_memory,
-    )
-    channel = "memory" if shared_memory else "gloo"
+    pulls = Pulls(ours, shape, num_blocks, shared_memory, staging_bytes)
     try:
         rates = []
         for tokens in token_counts:
             size = -(-tokens // shape.block_size) * shape.block_bytes
-            pull_s, stream_s = _measure_one(ours, puller, num_blocks, tokens, size, repeats)
-            rates.append(TransferRate(channel, tokens, size, pull_s, size / pull_s, size / stream_s))
+            pull_s, stream_s = _measure_one(pulls, tokens, size, repeats)
+            rates.append(TransferRate(pulls.channel, tokens, size, pull_s, size / pull_s, size / stream_s))
             if progress is not None:
                 progress(rates[-1])
         return rates
     finally:
-        puller.close()
-        ours.close()  # ends the peer
+        pulls.close()  # ends the peer
         peer.join(10)
         if peer.is_alive():
             peer.kill()
             peer.join()
 
 
-def _measure_one(
-    peer: Connection, puller: KVPuller, num_blocks: int, tokens: int, size: int, repeats: int
-) -> tuple[float, float]:
+def _measure_one(pulls: Pulls, tokens: int, size: int, repeats: int) -> tuple[float, float]:
     """Seconds of a pull and of a plain stream."""
-    pulls, streams = [], []
-    for _ in range(repeats + 1):
-        _tell(peer, {"op": "lease", "tokens": tokens})
-        handle = Handle.from_wire(_hear(peer)["handle"])
-        blocks = random.sample(range(num_blocks), handle.num_blocks)
+    times = [(pulls.pull_s(tokens), pulls.stream_s(size)) for _ in range(repeats + 1)]
+    pulled, streamed = zip(*times[1:], strict=True)
+    return statistics.median(pulled), statistics.median(streamed)
+
+
+class Pulls:
+    """The side that pulls; `serve_pulls` is at the other end of `peer`, in another process."""
+
+    def __init__(
+        self,
+        peer: Connection,
+        shape: KVShape,
+        num_blocks: int,
+        shared_memory: bool = False,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self.channel = "memory" if shared_memory else "gloo"
+        self._peer = peer
+        self._num_blocks = num_blocks
+        self._puller = KVPuller(
+            TensorPages(shape, num_blocks),
+            Shape(),
+            0,
+            shape.layout(),
+            "measure-decode",
+            1,
+            staging_bytes=staging_bytes,
+            shared_memory=shared_memory,
+        )
+
+    def pull_s(self, tokens: int) -> float:
+        """Seconds that pulling the KV of so many tokens takes."""
+        _tell(self._peer, {"op": "lease", "tokens": tokens})
+        handle = Handle.from_wire(_hear(self._peer)["handle"])
+        blocks = random.sample(range(self._num_blocks), handle.num_blocks)
         start = time.monotonic()
-        puller.pull(handle, blocks, start + LIMIT_S).result(LIMIT_S + 1)
-        pulls.append(time.monotonic() - start)
-        _tell(peer, {"op": "stream", "bytes": size})
-        streams.append(_receive_stream(_hear(peer)["port"], size))
-    return statistics.median(pulls[1:]), statistics.median(streams[1:])
+        self._puller.pull(handle, blocks, start + LIMIT_S).result(LIMIT_S + 1)
+        return time.monotonic() - start
+
+    def stream_s(self, size: int) -> float:
+        """Seconds that a plain TCP stream of so many bytes takes."""
+        _tell(self._peer, {"op": "stream", "bytes": size})
+        return _receive_stream(_hear(self._peer)["port"], size)
+
+    def close(self) -> None:
+        """Ends the other side, too."""
+        self._puller.close()
+        self._peer.close()
 
 
 def _receive_stream(port: int, size: int) -> float:
@@ -169,8 +193,10 @@ def _receive_stream(port: int, size: int) -> float:
         return time.monotonic() - start
 
 
-def _serve(peer: Connection, shape: KVShape, num_blocks: int, staging_bytes: int) -> None:
-    """The second process: a source, and the sending end of the plain streams."""
+def serve_pulls(
+    peer: Connection, shape: KVShape, num_blocks: int, staging_bytes: int = STAGING_BYTES
+) -> None:
+    """A source, and the sending end of the plain streams, until the other end of `peer` closes."""
     torch.set_num_threads(1)
     leases = LeaseTable(time.monotonic)
     source = KVSource(

@@ -19,6 +19,7 @@ from distserve_tools.console import StepLines
 from distserve_tools.demo_model import DEMO_MODEL, ensure_demo_model
 from distserve_tools.engine_peers.random_llama import random_llama
 from distserve_tools.serve import START_ERRORS, signals_interrupt
+from distserve_tools.testbed.bench_transfer import measured_transfers, transfers_text
 from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
 from distserve_tools.testbed.company import measure_company
 from distserve_tools.testbed.comparison import pairs, repeat_noise
@@ -27,7 +28,6 @@ from distserve_tools.testbed.profiling import profile_on_a_core
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
-from distserve_tools.testbed.transfer_rates import rates_table, transfer_rates
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
 
 SHORTEST_BATCH = 64  # tokens; a smaller Lm would make batches of prompts pointless
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     except START_ERRORS as error:
         sys.stderr.write(f"distserve testbed: {error}\n")
         return 1
-    rates = rates_table(transfer_rates(campaigns[0].profile.model))
-    _write(campaigns, "## KV transfer\n\n" + rates + "\n", args.output, lines.say)
+    transfers = transfers_text(*measured_transfers(campaigns[0].model, lines.say))
+    _write(campaigns, "## KV transfer\n\n" + transfers, args.output, lines.say)
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
 

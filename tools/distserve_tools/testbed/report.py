@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 
 from distserve_planner.slo import Slo, seconds
@@ -12,6 +10,7 @@ from distserve_tools.testbed.campaign import Campaign
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import PARTS
 from distserve_tools.testbed.engine_counters import loop_share
+from distserve_tools.testbed.report_table import table
 from distserve_tools.testbed.runs import Run
 
 TARGETS = (0.9, 0.99)
@@ -41,12 +40,6 @@ def report(campaign: Campaign) -> str:
         _cpu(campaign),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, all columns but the first to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _settings(campaign: Campaign) -> str:
@@ -189,9 +182,26 @@ def _stages(campaign: Campaign) -> str:
             total = sum(means.values())
             if total:
                 cells = [seconds(means[s]) for s in STAGES]
-                rows.append([f"{name} {rate:g}/s", *cells, f"{means['transfer'] / total:.2%}"])
-    head = ["system", *(s.replace("_", " ") for s in STAGES), "transfer share"]
+                moved = [_moving(run) for run in runs]
+                parts = [float(np.mean(part)) / total for part in zip(*moved, strict=True)]
+                shares = [f"{share:.2%}" for share in (means["transfer"] / total, *parts)]
+                rows.append([f"{name} {rate:g}/s", *cells, *shares])
+    head = [
+        "system",
+        *(s.replace("_", " ") for s in STAGES),
+        "transfer share",
+        "of it waiting for its turn",
+        "on the wire",
+    ]
     return table(head, rows)
+
+
+def _moving(run: Run) -> tuple[float, float]:
+    """Seconds per request that its KV waits for its turn, and that it moves, as the engines count them."""
+    parts = ("transfer_wait_s", "transfer_wire_s")
+    waits, wires = (sum(counted[part] for counted in run.engines.values()) for part in parts)
+    count = max(1, len(run.records))
+    return waits / count, wires / count
 
 
 def _cpu(campaign: Campaign) -> str:

@@ -9,7 +9,8 @@ from distserve_tools.testbed.campaign import blocks_of, grid, sizing
 from distserve_tools.testbed.comparison import goodput_rps, winner
 from distserve_tools.testbed.plan import OBJECTIVES, ScaledWorkload
 from distserve_tools.testbed.prediction import Predictor
-from distserve_tools.testbed.report import DEVICES, TARGETS, table
+from distserve_tools.testbed.report import DEVICES, TARGETS
+from distserve_tools.testbed.report_table import table
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits
 from distserve_tools.testbed.traces import lone_requests, requests_at
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distserve.core.model_config import ModelConfig
-from distserve_tools.testbed.report import table
+from distserve_tools.testbed.report_table import table
 
 TOKENS = (128, 512, 1024)
 COPY_BYTES = 64 << 20
