@@ -21,6 +21,7 @@ from distserve.core.config import EngineConfig
 from distserve.core.logs import log_package_to_stderr
 from distserve.serving.access import Access
 from distserve.serving.orchestrator_config import model_parameter
+from distserve.serving.parent_watch import end_with_parent
 from distserve.serving.schema import STAGE_INPUTS, STAGE_OUTPUTS, ServingError, error_reply
 from distserve.serving.supervisor import Reply, Supervisor
 
@@ -58,6 +59,7 @@ class TritonPythonModel:
 
     def serve(self, answering: Answering) -> None:
         """Starts what calls go to. Raises `ServingError` if it can't serve."""
+        end_with_parent()
         self._access = Access.given(os.environ)
         self._answering = answering
         answering.start()

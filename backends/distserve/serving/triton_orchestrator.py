@@ -40,6 +40,7 @@ from distserve.serving.orchestrator_config import (
     OrchestratorConfig,
     model_parameter,
 )
+from distserve.serving.parent_watch import end_with_parent
 from distserve.serving.request_log import RequestLog
 from distserve.serving.responses import ResponseBuilder
 from distserve.serving.schema import ServingError
@@ -62,6 +63,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        end_with_parent()
         parameters = json.loads(args["model_config"]).get("parameters")
         self._config = config = OrchestratorConfig.load(model_parameter(parameters, MODEL_PARAMETER))
         log_package_to_stderr(config.log_format, args["model_instance_name"])
