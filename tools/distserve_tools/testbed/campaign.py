@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
-from distserve_tools.testbed.company import Company
+from distserve_tools.testbed.company import ALONE, Company
 from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, capacity_rps, fit_terms
 from distserve_tools.testbed.runs import Run, idle_time, run_once
@@ -17,8 +17,9 @@ from distserve_tools.testbed.systems import CHUNKED, SYSTEMS, EngineLimits, Serv
 from distserve_tools.testbed.traces import lone_requests, requests_at
 
 SIZING_REQUESTS = 400  # simulated, to choose rates and the chunk
-# rates, as shares of the highest at which half of the requests meet the objectives in the simulation
-LOWEST, HIGHEST = 0.3, 1.2
+# rates, as shares of the highest at which half of the requests meet the objectives in the simulation: engines
+# alone, so a server is overrun below it
+LOWEST, HIGHEST = 0.15, 1.05
 WARM_UP_REQUESTS = 4
 IDLE_S = 4.0
 
@@ -51,7 +52,9 @@ class Campaign:
         return tuple(self.lone)
 
 
-def sizing(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> tuple[EngineLimits, float]:
+def sizing(
+    profile: Profile, workload: ScaledWorkload, limits: EngineLimits, company: Company = ALONE
+) -> tuple[EngineLimits, float]:
     """The chunk that serves the chunked baseline best, and the rate at which the best system is overrun.
 
     By simulation, so that no system's settings were tried on the requests that it is then measured with.
@@ -61,7 +64,7 @@ def sizing(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> 
     blocks = blocks_of(profile, limits)
 
     def capacity(system: str, limits: EngineLimits, target: float) -> float:
-        return capacity_rps(Predictor(system, profile, limits, blocks), trace, slo, target)
+        return capacity_rps(Predictor(system, profile, limits, blocks, company), trace, slo, target)
 
     tried = {c: capacity(CHUNKED, _with_chunk(limits, c), slo.attainment) for c in CHUNKS}
     chosen = _with_chunk(limits, max(tried, key=lambda c: (tried[c], c)))

@@ -114,7 +114,7 @@ def _model(
     campaigns = []
     for workload in plan.workloads:
         lm = _batch_tokens(profile)
-        limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
+        limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256), company)
         top = args.top_rate or simulated_top
         say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
         with _all_systems(model, limits, with_vllm, say) as served:
