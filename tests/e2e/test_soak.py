@@ -1,4 +1,4 @@
-"""A million tokens over 256 streams: no error, right text, memory that stays flat."""
+"""Two million tokens over 256 streams: no error, right text, memory that stays flat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distserve_tools.chaos.soak import MAX_SLOPE_MB, soak
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_a_million_tokens(tmp_path: Path) -> None:
+def test_millions_of_tokens(tmp_path: Path) -> None:
     with deployed(tmp_path) as deployment:
         outcome = soak("soak", deployment, 1, SOAK_TOKENS)
         assert outcome.ok, outcome.to_json()

@@ -15,7 +15,7 @@ from distserve_tools.chaos.outcome import Outcome
 from distserve_tools.chaos.shutdown import terminate
 
 STORM_REQUESTS = 10_000
-SOAK_TOKENS = 1_000_000
+SOAK_TOKENS = 2_000_000  # about 8,500 requests
 OVERLOAD_S = 120.0
 
 
