@@ -19,8 +19,8 @@ from distserve_tools.chaos.outcome import Outcome
 STREAMS = 256
 MAX_SLOPE_MB = 1.0  # per 1,000 requests, after warm-up
 _SAMPLE_S = 2.0
-# of the run, before memory counts: what the threads of so many streams keep for themselves fills up during about
-# 4,000 requests
+# of the run, before memory counts: what the threads of so many streams keep for themselves fills up during
+# about 4,000 requests
 _WARM_SHARE = 0.45
 _LONGEST_OUTPUT = 400
 
