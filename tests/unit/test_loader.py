@@ -258,7 +258,7 @@ before = anonymous()
 peak, ended = [before], threading.Event()
 thread = threading.Thread(target=sample)
 thread.start()
-model = load_model(sys.argv[1], ParallelGroup(), None, getattr(torch, sys.argv[2]), "cpu", "off")
+model = load_model(sys.argv[1], ParallelGroup(), None, getattr(torch, sys.argv[2]), "cpu", sys.argv[3])
 ended.set()
 thread.join()
 print(peak[0] - before, anonymous() - before)
@@ -266,15 +266,18 @@ print(peak[0] - before, anonymous() - before)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_load_takes_no_more_host_memory_than_its_weights_and_a_tensor(tmp_path: Path, dtype: str) -> None:
-    """Weights in one plain copy, as on a GPU, from a checkpoint in fp32."""
+@pytest.mark.parametrize("prepack", ["off", "packed"])
+def test_a_load_takes_no_more_host_memory_than_its_weights_and_a_tensor(
+    tmp_path: Path, dtype: str, prepack: str
+) -> None:
+    """From a checkpoint in fp32: weights in one plain copy, as on a GPU, or in one packed copy."""
     sizes = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 4}
     folder = make_checkpoint(tmp_path / "m", "llama", max_shard_size="40MB", overrides=sizes).folder
     assert len(list(folder.glob("model-*.safetensors"))) > 3
     itemsize = getattr(torch, dtype).itemsize
     weights = ModelConfig.load(folder).param_count() * itemsize
     largest = 2 * 8192 * 512 * itemsize  # gate and up, which are one matrix here
-    command = [sys.executable, "-c", MEASURE_LOAD, str(folder), dtype]
+    command = [sys.executable, "-c", MEASURE_LOAD, str(folder), dtype, prepack]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     peak, kept = map(int, done.stdout.split())
     assert 0.9 * weights < kept < weights + (24 << 20)

@@ -19,7 +19,7 @@ from distserve.core.shapes import head_range, query_head_range, split_range
 from distserve.models.linear import Linear, LinearPlan
 from distserve.models.weights import WeightSource
 from distserve.worker.parallel import ParallelGroup
-from distserve_kernels import ops
+from distserve_kernels import memory, ops
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,22 @@ class Builder:
         read = self.weights.read(name, shape, rows)
         return torch.empty(read.shape, dtype=self.dtype, device=self.device).copy_(read)
 
+    def matrix(self, outputs: int, inputs: int) -> Tensor:
+        """Room for a weight that goes into a `Linear`.
+
+        One that is to be packed is soon given back: in pages of its own all of it returns to the system,
+        while malloc would keep up to 64 MB of such holes.
+        """
+        if self.plan.packed:
+            return memory.zeros((outputs, inputs), self.dtype)
+        return torch.empty((outputs, inputs), dtype=self.dtype, device=self.device)
+
     def column(self, parts: Sequence[Rows], inputs: int, bias: bool) -> Linear:
         """y = x W^T + b, W the rows of `parts` below one another: one product for q, k, v or for gate and
         up.
         """
         outputs = sum(len(p.kept) for p in parts)
-        weight = torch.empty((outputs, inputs), dtype=self.dtype, device=self.device)
+        weight = self.matrix(outputs, inputs)
         vector = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
         at = 0
         for part in parts:
@@ -69,7 +79,7 @@ class Builder:
         """The layer that takes this rank's `kept` of the inputs and sums over the ranks; rank 0 adds the
         bias.
         """
-        weight = torch.empty((outputs, len(kept)), dtype=self.dtype, device=self.device)
+        weight = self.matrix(outputs, len(kept))
         weight.copy_(self._matrix(module, outputs, inputs, cols=kept))
         adds = bias and self.group.rank == 0
         vector = self.tensor(f"{module}.bias", (outputs,)) if adds else None
@@ -165,8 +175,9 @@ class ParallelLMHead:
         self._group = build.group
         self._widths = [len(split_range(vocab_size, build.group.size, r)) for r in ranks]
         rows = split_range(vocab_size, build.group.size, build.group.rank)
-        weight = build.tensor(name, (vocab_size, width), rows) if table is None else table
-        self._linear = Linear(weight, None, build.plan)
+        if table is None:
+            table = build.matrix(len(rows), width).copy_(build.weights.read(name, (vocab_size, width), rows))
+        self._linear = Linear(table, None, build.plan)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._group.all_gather(self._linear(hidden), self._widths).float()
