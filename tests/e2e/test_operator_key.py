@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from distserve.serving.access import Access
 from distserve.serving.schema import encode
 from distserve_tools.access_files import found
-from distserve_tools.chaos.caller import InstanceCaller
 from distserve_tools.client import Client, RequestError
+from distserve_tools.instance_caller import InstanceCaller
 from distserve_tools.model_control import GRPC_KEY_HEADER, KEY_HEADER
 from model_zoo import prompt
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from distserve.serving.access import TAG_BYTES, Access
 from distserve.serving.schema import MAX_MESSAGE_BYTES, ServingError, decode_reply, encode
-from distserve_tools.chaos.caller import InstanceCaller
 from distserve_tools.chaos.deployment import Deployment, send_signal
 from distserve_tools.chaos.invariants import recover, settle
 from distserve_tools.chaos.load import Job, jobs, references
 from distserve_tools.chaos.outcome import Outcome
+from distserve_tools.instance_caller import InstanceCaller
 
 Wire = dict[str, Any]
 LEASE_S = 10.0  # the engines' default

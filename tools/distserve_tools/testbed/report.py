@@ -197,9 +197,11 @@ def _stages(campaign: Campaign) -> str:
 
 
 def _moving(run: Run) -> tuple[float, float]:
-    """Seconds per request that its KV waits for its turn, and that it moves, as the engines count them."""
-    parts = ("transfer_wait_s", "transfer_wire_s")
-    waits, wires = (sum(counted[part] for counted in run.engines.values()) for part in parts)
+    """Seconds per request that its KV waits for its turn, and that it moves, as decode engines count them:
+    prefill's count the same transfers from the other end.
+    """
+    pulling = [counted for name, counted in run.engines.items() if name.startswith("decode")]
+    waits, wires = (sum(c[part] for c in pulling) for part in ("transfer_wait_s", "transfer_wire_s"))
     count = max(1, len(run.records))
     return waits / count, wires / count
 

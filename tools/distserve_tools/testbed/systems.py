@@ -100,7 +100,7 @@ def serving(
                 probe(client)
             blocks = min(int(entry["blocks_total"]) for entry in status["instances"])
             names_of = tuple(str(entry["instance"]) for entry in status["instances"])
-            counters = functools.partial(engine_counters, server.grpc_url, names_of)
+            counters = functools.partial(engine_counters, server.grpc_url, names_of, server.access)
             served[name] = Served(name, (server.pid,), _triton(server.grpc_url), blocks, counters)
         yield served
 
