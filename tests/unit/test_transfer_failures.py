@@ -99,8 +99,8 @@ def test_a_dead_or_silent_puller_gives_the_blocks_back(number: signal.Signals, s
         peer.start_pull(handle, list(range(16)))
         assert instance.caches[0].touched.wait(10)
         time.sleep(3 * SLOW_S)
-        peer.signal(number)
         assert instance.leases[0].released() == [], "the copy runs"
+        peer.signal(number)
         assert instance.returned(5) == [[(handle.request_id, list(range(16)))]]
         assert soon(lambda: instance.sources[0].stats().pairs == 0)
         assert instance.sources[0].stats().failed == 1

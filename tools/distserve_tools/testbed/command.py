@@ -7,8 +7,8 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from distserve_tools.testbed.bench_transfer import measured_transfers, transfers
 from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
 from distserve_tools.testbed.company import measure_company
 from distserve_tools.testbed.comparison import pairs, repeat_noise
-from distserve_tools.testbed.plan import RANDOM_MODEL, TestbedPlan
+from distserve_tools.testbed.plan import RANDOM_MODEL, WORKLOADS, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.profiling import profile_on_a_core
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.simulated import simulated_goodputs
@@ -35,6 +35,7 @@ SHORTEST_BATCH = 64  # tokens; a smaller Lm would make batches of prompts pointl
 EXAMPLES = """\
 examples:
   distserve testbed --quick                      minutes: one model, one workload, nothing is judged
+  distserve testbed --quick --workload code      another one
   distserve testbed                              hours: both models, three workloads, vLLM beside
   distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
@@ -46,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     parser.add_argument("--quick", action="store_true", help="short runs of one workload")
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=[w.label for w in WORKLOADS],
+        help="measure this one; may be repeated (all of them; with --quick: chat)",
+    )
     parser.add_argument("--output", type=Path, default=Path("build/testbed"), help="folder (%(default)s)")
     parser.add_argument("--profile", type=Path, help="step times of the demo model, instead of measuring")
     parser.add_argument("--run-s", type=float, help="seconds of load per run")
@@ -66,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
     plan = TestbedPlan.quick() if args.quick else TestbedPlan()
     if args.run_s is not None:
         plan = plan.lasting(args.run_s)
+    if args.workload:
+        plan = replace(plan, workloads=tuple(w for w in WORKLOADS if w.label in args.workload))
     if args.simulate:
-        return _simulate(args)
+        return _simulate(args, plan.workloads if args.workload else WORKLOADS)
     lines = StepLines()
     cores()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -85,12 +94,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
 
-def _simulate(args: argparse.Namespace) -> int:
+def _simulate(args: argparse.Namespace, workloads: Sequence[ScaledWorkload]) -> int:
     if args.profile is None:
         raise ConfigError("--simulate: needs --profile FILE, which `distserve profile` writes")
     profile = Profile.load(args.profile)
     limits = EngineLimits(_batch_tokens(profile), 256)
-    sys.stdout.write(simulated_goodputs(profile, TestbedPlan().workloads, limits) + "\n")
+    sys.stdout.write(simulated_goodputs(profile, workloads, limits) + "\n")
     return 0
 
 
