@@ -1,4 +1,4 @@
-"""Two million tokens over 256 streams: no error, right text, memory that stays flat."""
+"""Four million tokens over 256 streams: no error, right text, memory that stays flat."""
 
 from __future__ import annotations
 

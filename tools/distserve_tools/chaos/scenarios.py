@@ -15,7 +15,7 @@ from distserve_tools.chaos.outcome import Outcome
 from distserve_tools.chaos.shutdown import terminate
 
 STORM_REQUESTS = 10_000
-SOAK_TOKENS = 2_000_000  # about 8,500 requests
+SOAK_TOKENS = 4_000_000  # about 17,000 requests: memory grows in steps of 3 to 4 MB
 OVERLOAD_S = 120.0
 
 
