@@ -30,6 +30,9 @@ from distserve_kernels.transit import upload
 logger = logging.getLogger(__name__)
 
 GREETING_S = 5.0
+GLOO_MESSAGE_BYTES = (
+    1 << 20
+)  # stays in a core's cache between packing and sending: 1.6 times the rate of 4 MiB
 IDLE_S = 300.0  # longer than a puller keeps an idle pair, so that it is the puller that closes it
 
 
@@ -142,18 +145,27 @@ class Sender:
             raise _refused(
                 "wrong_blocks", f"num_blocks={request.num_blocks}: the handle has {handle.num_blocks}"
             )
+        kind = shared_kind(config.host, request.host, config.backend)
         try:
             calls = self._contacts(request.claimant.shape)
             slices = calls[request.rank].get(config.rank, [])
-            count, units = message_units(slices, request.num_blocks, min(config.units, request.units))
+            most = self._units(kind, slices, request.units)
+            count, units = message_units(slices, request.num_blocks, most)
         except (ConfigError, ValueError) as error:
             raise _refused("wrong_shape", str(error)) from None
         claim = config.leases.claim(handle, request.claimant, request.rank, callers(calls, config.rank))
         size = total_units(slices, request.num_blocks) * config.packer.unit * config.packer.dtype.itemsize
-        kind = shared_kind(config.host, request.host, config.backend)
         otherwise = without_ipc(config.host, request.host, config.backend) if kind == "ipc" else ""
         deadline = start + min(config.timeout_s, request.timeout_s)
         return Job(claim, slices, count, units, size, kind, otherwise, deadline)
+
+    def _units(self, kind: str, slices: Sequence[Slice], asked: int) -> int:
+        """The largest message that suits both ends and the channel."""
+        packer, limit = self._config.packer, min(self._config.units, asked)
+        if kind != "gloo" or packer.device.type != "cpu":
+            return limit
+        widest = max((len(s.heads) for s in slices), default=0)
+        return min(limit, max(widest, GLOO_MESSAGE_BYTES // (packer.unit * packer.dtype.itemsize)))
 
     def _contacts(self, shape: Shape) -> dict[int, dict[int, list[Slice]]]:
         """A puller's shape stays what it is, so the last answer is kept."""
