@@ -43,25 +43,23 @@ def measure_beside_transfer(model: str, cores: tuple[int, int], channel: str) ->
     return BesideTransfer(**measured_apart(__name__, model, *map(str, cores), channel))
 
 
-class _Puller:
-    """Pulls for as long as `on` is not zero; ends when it is below."""
-
-    def __init__(self, peer: Connection, model: ModelConfig, channel: str, on: Any, pulled: Any) -> None:
-        shape = _shape(model)
-        pulls = Pulls(peer, shape, _blocks(shape), channel == "memory")
-        size = _blocks(shape) * shape.block_bytes
-        pulls.pull_s(TOKENS)  # the pair is made
-        try:
-            while on.value >= 0:
-                if not on.value:
-                    time.sleep(0.005)
-                    continue
-                began = time.monotonic()
-                pulls.pull_s(TOKENS)
-                pulled[0] += size
-                pulled[1] += time.monotonic() - began
-        finally:
-            pulls.close()
+def _pull(peer: Connection, model: ModelConfig, channel: str, on: Any, pulled: Any) -> None:
+    """Pulls for as long as `on` is above zero; ends when it is below. Adds up bytes and seconds."""
+    shape = _shape(model)
+    pulls = Pulls(peer, shape, _blocks(shape), channel == "memory")
+    size = _blocks(shape) * shape.block_bytes
+    pulls.pull_s(TOKENS)  # the pair is made
+    try:
+        while on.value >= 0:
+            if not on.value:
+                time.sleep(0.005)
+                continue
+            began = time.monotonic()
+            pulls.pull_s(TOKENS)
+            pulled[0] += size
+            pulled[1] += time.monotonic() - began
+    finally:
+        pulls.close()
 
 
 def _shape(model: ModelConfig) -> KVShape:
@@ -90,7 +88,7 @@ def _pulled(model: ModelConfig, other: int, channel: str, here: bool) -> Iterato
     context = multiprocessing.get_context("spawn")
     on, pulled = context.Value("i", 0), context.Array("d", 2)
     pulling, serving = context.Pipe()
-    pull, serve = (_Puller, (pulling, model, channel, on, pulled)), (_serve, (serving, model))
+    pull, serve = (_pull, (pulling, model, channel, on, pulled)), (_serve, (serving, model))
     ours, theirs = (pull, serve) if here else (serve, pull)
     process = context.Process(target=_elsewhere, args=(other, theirs[0], *theirs[1]), daemon=True)
     process.start()
