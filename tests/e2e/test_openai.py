@@ -140,6 +140,9 @@ def test_64_clients_at_once(url: str, deployment: Deployment) -> None:
     assert texts[:14] == texts[50:]
 
 
+NOTICED_S = 1.0  # for the front end to see it before the decode instance, which needs half a second for all
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(url: str, deployment: Deployment, stream: bool) -> None:
     body = {
@@ -161,6 +164,7 @@ def test_a_client_that_leaves_ends_its_request(url: str, deployment: Deployment,
             deadline = time.monotonic() + 20
             while not deployment.status()["requests"]:
                 assert time.monotonic() < deadline
+        time.sleep(NOTICED_S)
     finally:
         os.kill(decode, signal.SIGCONT)
     deployment.wait_idle()
