@@ -34,7 +34,7 @@ class LoneEngine:
 
         device = f"cpu:{core}"
         bind_device(parse_device(device))
-        self.config = EngineConfig(
+        config = EngineConfig(
             instance="lone",
             role="unified",
             model=model,
@@ -43,7 +43,7 @@ class LoneEngine:
             block_size=BLOCK_SIZE,
         )
         self.model = ModelConfig.load(resolve_model(model))
-        self._executor = make_executor(self.config, self.model)
+        self._executor = make_executor(config, self.model)
         self._sweep = EngineSweep(self._executor, self.model, SweepPlan(), BLOCK_SIZE)
 
     def prefill_s(self, clock: Clock = time.perf_counter) -> float:
