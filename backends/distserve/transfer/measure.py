@@ -16,6 +16,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from distserve.core.model_config import ModelConfig
 from distserve.core.shapes import Shape
 from distserve.transfer.handle import Handle, Layout, new_nonce
 from distserve.transfer.leases import LeaseTable
@@ -35,6 +36,11 @@ class KVShape:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> KVShape:
+        """A model's, in fp32."""
+        return cls(model.num_layers, model.num_kv_heads, model.head_dim)
 
     @property
     def block_bytes(self) -> int:

@@ -45,7 +45,7 @@ def measure_beside_transfer(model: str, cores: tuple[int, int], channel: str) ->
 
 def _pull(peer: Connection, model: ModelConfig, channel: str, on: Any, pulled: Any) -> None:
     """Pulls for as long as `on` is above zero; ends when it is below. Adds up bytes and seconds."""
-    shape = _shape(model)
+    shape = KVShape.of(model)
     pulls = Pulls(peer, shape, _blocks(shape), channel == "memory")
     size = _blocks(shape) * shape.block_bytes
     pulls.pull_s(TOKENS)  # the pair is made
@@ -62,10 +62,6 @@ def _pull(peer: Connection, model: ModelConfig, channel: str, on: Any, pulled: A
         pulls.close()
 
 
-def _shape(model: ModelConfig) -> KVShape:
-    return KVShape(model.num_layers, model.num_kv_heads, model.head_dim)
-
-
 def _blocks(shape: KVShape) -> int:
     return -(-TOKENS // shape.block_size)
 
@@ -76,7 +72,7 @@ def _elsewhere(core: int, work: Callable[..., None], *arguments: Any) -> None:
 
 
 def _serve(peer: Connection, model: ModelConfig) -> None:
-    shape = _shape(model)
+    shape = KVShape.of(model)
     serve_pulls(peer, shape, _blocks(shape))
 
 

@@ -33,7 +33,7 @@ def transfer_rates(model: ModelConfig) -> list[TransferRates]:
     from distserve.transfer.measure import KVShape, measure
 
     copy = memory_copy_bytes_s()
-    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim)
+    shape = KVShape.of(model)
     return [
         TransferRates(r.channel, r.tokens, r.bytes, r.pull_bytes_s, r.stream_bytes_s, copy)
         for shared in (False, True)
