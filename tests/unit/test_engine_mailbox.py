@@ -37,7 +37,7 @@ class Rig:
             FrameConnection(theirs),
             self.inbox,
             Admission(bounds),
-            lambda load: {"role": "unified", **load.to_wire()},
+            lambda load, step_times: {"role": "unified", "step_times": step_times, **load.to_wire()},
             Load(credits=1000),
             epoch=77,
             max_queue=3,
@@ -128,6 +128,10 @@ def test_the_load_counts_what_is_on_its_way_to_the_loop(rig: Rig) -> None:
     rig.submit("a", "b", prompt=50)
     status = rig.call("status")
     assert (status["queued"], status["queued_tokens"], status["credits"]) == (2, 100, 900)
+    assert [rig.call("status", **asked)["step_times"] for asked in ({}, {"step_times": True})] == [
+        False,
+        True,
+    ]
 
 
 def test_a_poll_ends_when_there_is_room_again(rig: Rig) -> None:
@@ -216,7 +220,7 @@ def test_a_stub_that_is_gone_or_mad_stops_the_engine(garbage: bytes) -> None:
 
 def test_what_no_one_thought_of_costs_its_call_only(rig: Rig) -> None:
     """Here: a status that can't be made."""
-    rig.mailbox._status = lambda load: {}["gone"]
+    rig.mailbox._status = lambda load, step_times: {}["gone"]
     with pytest.raises(ServingError, match="KeyError") as caught:
         rig.call("status")
     assert caught.value.code == "INTERNAL"

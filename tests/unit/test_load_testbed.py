@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distserve.core.model_config import ModelConfig
+from distserve.engine.step_times import StepSums
 from distserve_planner.cluster import Link
 from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
 from distserve_planner.placement_file import parse_placement
@@ -26,7 +27,6 @@ from distserve_tools.testbed.campaign import (
     keep_whole_rates,
     sizing,
 )
-from distserve_tools.testbed.company import ALONE, Company
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import (
     ENGINE,
@@ -39,7 +39,9 @@ from distserve_tools.testbed.cpu_account import (
     part_of,
     processor_time,
 )
+from distserve_tools.testbed.engine_counters import KEYS, EngineCount
 from distserve_tools.testbed.figures import draw
+from distserve_tools.testbed.pace import Contention, Pace, fit_contention, measured_pace, processor_share
 from distserve_tools.testbed.plan import WORKLOADS
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, fit_terms
 from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
@@ -70,8 +72,8 @@ def profile() -> Profile:
     return Profile("a core", "m", MODEL, "fp32", (degree,), lm_tokens=256, transfer=Link(1e9, 1e-3))
 
 
-def predictor(system: str, company: Company = ALONE) -> Predictor:
-    return Predictor(system, profile(), LIMITS, blocks_of(profile(), LIMITS), company)
+def predictor(system: str) -> Predictor:
+    return Predictor(system, profile(), LIMITS, blocks_of(profile(), LIMITS))
 
 
 def cpu(**parts: float) -> CpuSeconds:
@@ -114,7 +116,8 @@ def test_a_lone_request_is_predicted_by_the_coefficients(system: str) -> None:
 
 def test_terms_fitted_to_lone_requests_reproduce_them() -> None:
     trace = lone_requests(WORKLOADS[0], 3, 5.0, 2048)
-    true = ServerTerms(first_token_s=0.008, iteration_s=0.003)
+    contention = Contention(Pace(1.1, 1.2, iteration_s=0.003))
+    true = ServerTerms(first_token_s=0.008, contention=contention)
     seen = predictor(PREFILL_FIRST).predict(trace, true)
     records = []
     for i in range(3):
@@ -122,9 +125,8 @@ def test_terms_fitted_to_lone_requests_reproduce_them() -> None:
         count = int(trace.output_tokens[i])
         times = [float(first + k * seen.tpot_s[i]) for k in range(count)]
         records.append(Record(i, 5.0 * i, 8, 5.0 * i, times, [1] * count, times[-1]))
-    terms = fit_terms(predictor(PREFILL_FIRST), trace, records, [(10.0, 0.15), (30.0, 0.25)])
+    terms = fit_terms(predictor(PREFILL_FIRST), trace, records, [(10.0, 0.15), (30.0, 0.25)], contention)
     assert terms.first_token_s == pytest.approx(true.first_token_s, abs=1e-6)
-    assert terms.iteration_s == pytest.approx(true.iteration_s, abs=1e-6)
     assert (terms.idle_cores, terms.per_token_s) == pytest.approx((0.1, 0.005))
 
 
@@ -148,12 +150,59 @@ def test_work_beside_the_engines_takes_from_both_while_both_compute(system: str)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_company_slows_each_phase_by_its_factor(system: str) -> None:
+def test_contention_slows_each_phase_by_its_factor(system: str) -> None:
     trace = requests_at(WORKLOADS[0], 200.0, 80, 0, 2048)  # both engines compute nearly all the time
     plain = predictor(system).predict(trace)
-    shared = predictor(system, Company(prefill=1.2, decode=1.2)).predict(trace)
+    terms = ServerTerms(contention=Contention(prefill=1.2, decode=1.2))
+    shared = predictor(system).predict(trace, terms)
     for name in ("ttft_s", "tpot_s"):
         assert 1.05 < getattr(shared, name).sum() / getattr(plain, name).sum() < 1.25
+
+
+def counted(prefill: float, decode: float, execute_s: float, slower_clock: float = 1.0) -> EngineCount:
+    """An engine whose steps took so many times the profile's; wall time is `slower_clock` times that."""
+    latency = profile().latency_model().instance(1)
+    times = {}
+    for tokens, decodes, context in ((64, 0, 0), (256, 0, 0), (32, 4, 900), (0, 1, 50), (0, 8, 2000)):
+        factor = prefill if tokens else decode
+        cpu_s = 10 * factor * latency.mixed_stage_s(tokens, 0, decodes, context, 1)
+        shape = (10 * tokens, 0, 10 if tokens else 0, 10 * decodes, 10 * context)
+        times[tokens, decodes] = StepSums(10, *shape, slower_clock * cpu_s, cpu_s)
+    return EngineCount(
+        {**dict.fromkeys(KEYS, 0.0), "steps": 50, "loop_s": 0.1, "execute_s": execute_s}, times
+    )
+
+
+def test_the_pace_of_counted_steps_is_their_factor_on_the_profile() -> None:
+    pace = measured_pace(profile(), counted(1.2, 1.5, 5.0, slower_clock=1.1))
+    assert (pace.prefill, pace.decode) == (pytest.approx(1.32), pytest.approx(1.65))
+    assert pace.iteration_s == pytest.approx(0.002)
+    own = measured_pace(profile(), counted(1.2, 1.5, 5.0, slower_clock=1.1), "cpu_s")
+    assert (own.prefill, own.decode) == (pytest.approx(1.2), pytest.approx(1.5))
+    assert processor_share(counted(1.2, 1.5, 5.0, slower_clock=1.1)) == pytest.approx(1 / 1.1)
+
+
+def test_contention_is_what_load_adds_for_the_share_in_which_the_other_computes() -> None:
+    busy = {"prefill_0": counted(1.2, 1.4, 8.0), "decode_0": counted(1.2, 1.4, 8.0)}
+    found = fit_contention(profile(), {"prefill_0": counted(1.0, 1.1, 1.0)}, [(busy, 10.0)])
+    assert (found.alone.prefill, found.alone.decode) == (pytest.approx(1.0), pytest.approx(1.1))
+    at_that_load = found.pace(0.8)
+    assert (at_that_load.prefill, at_that_load.decode) == (pytest.approx(1.2), pytest.approx(1.4))
+    # a machine that was slower during the lone requests
+    found = fit_contention(profile(), {"prefill_0": counted(1.5, 1.6, 1.0)}, [(busy, 10.0)])
+    assert found.pace(0.0).prefill == found.pace(1.0).prefill == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_at_the_pace_of_a_contention_the_same_is_predicted(system: str) -> None:
+    trace = requests_at(WORKLOADS[0], 3.0, 60, 0, 2048)
+    contention = Contention(Pace(1.1, 1.3, iteration_s=0.001))
+    seen = predictor(system).predict(trace, ServerTerms(first_token_s=0.02, contention=contention))
+    same = predictor(system).predict_at(trace, (contention.alone, contention.alone), 0.02)
+    assert seen.ttft_s.tolist() == same.ttft_s.tolist()
+    assert seen.tpot_s.tolist() == same.tpot_s.tolist()
+    slow_decode = predictor(system).predict_at(trace, (contention.alone, Pace(1.1, 2.6)), 0.02)
+    assert slow_decode.tpot_s.mean() > 1.2 * seen.tpot_s.mean()
 
 
 def test_sizing_chooses_a_chunk_and_rates_around_the_limit() -> None:
@@ -248,18 +297,19 @@ def campaign() -> Campaign:
     runs = []
     for system in (DISAGGREGATED, "vllm"):
         runs += [run_of(system, 1.0, 0, 0), run_of(system, 2.0, 0, 4), run_of(system, 2.0, 1, 6)]
-    terms = {DISAGGREGATED: ServerTerms(0.01, 0.002, 0.1, 4e-4)}
+    terms = {DISAGGREGATED: ServerTerms(0.01, 0.1, 4e-4)}
     for run in runs[:3]:
         run.predicted = predictor(DISAGGREGATED).predict(run.trace, terms[DISAGGREGATED])
         moved = {"transfer_wait_s": 0.00301 * len(run.records), "transfer_wire_s": 0.0}
-        run.engines = {"decode_0": {"execute_s": 0.95, "loop_s": 0.05, **moved}}
+        count = EngineCount({"steps": 10, "execute_s": 0.95, "loop_s": 0.05, **moved})
+        run.engines = {"prefill_0": count, "decode_0": count}
+        run.paces = {"prefill_0": Pace(1.02), "decode_0": Pace(decode=1.31)}
+        run.predicted_at_pace = predictor(DISAGGREGATED).predict_at(run.trace, (Pace(1.02), Pace(1, 1.31)), 0)
         for record in run.records:
             record.stages = {"prefill": 0.2, "transfer": 0.001, "decode": 0.1}
     lone = {name: run_of(name, 0.1, 0, 0, 3) for name in (DISAGGREGATED, "vllm")}
     slos = {"easy": Slo(1.0, 0.1), "hard": Slo(0.1, 0.1)}
-    return Campaign(
-        "m", WORKLOADS[0], profile(), ALONE, LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs=runs
-    )
+    return Campaign("m", WORKLOADS[0], profile(), LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs=runs)
 
 
 def test_the_report_has_every_table() -> None:
@@ -271,6 +321,9 @@ def test_the_report_has_every_table() -> None:
         "| hard | 90% | 0.00 (",
         "| disaggregated 2/s | 0 ms | 200 ms | 0 ms | 1 ms | 100 ms | 0.33% | 1.00% | 0.00% |",
         "| vllm 1/s | 0.10 |",
+        "| disaggregated 2/s, decode_0 | x 1.00 | x 1.31 | 100% |",
+        "| disaggregated, at the run's pace | ",
+        " of 4 |",  # predictions, in the noise or not
     ):
         assert line in text
     assert "5.0%" in text  # of the loop

@@ -106,8 +106,10 @@ class Engine:
             self._role.close()
             self._executor.close()
 
-    def _status(self, load: Load) -> dict[str, Any]:
+    def _status(self, load: Load, step_times: bool) -> dict[str, Any]:
         fields = status_fields(self.identity, load, self._loop.counters, self._started_s, self._clock())
+        if step_times:
+            fields["step_times"] = self._loop.step_times.to_wire()
         return fields | self._role.details()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distserve.core.batch import Batch, Item
+from distserve.engine.step_times import StepShape
 from distserve.serving.schema import ServingError
 
 
@@ -19,13 +20,18 @@ class Flight:
     batch: Batch
     items: Sequence[Item]
     sampling: Sequence[Item]
+    shape: StepShape
     began_s: float
+    began_cpu_s: float
     booked: bool = False
 
     @classmethod
-    def of(cls, batch: Batch, began_s: float, booked: bool = False) -> Flight:
-        items = [*batch.decode_items(), *batch.prefill]
-        return cls(batch, items, [item for item in items if item.samples], began_s, booked)
+    def of(cls, batch: Batch, began_s: float, began_cpu_s: float, booked: bool = False) -> Flight:
+        """began_s, began_cpu_s: now, by the engine's clock and by the processor time of its thread."""
+        decode = batch.decode_items()
+        items = [*decode, *batch.prefill]
+        sampling = [item for item in items if item.samples]
+        return cls(batch, items, sampling, StepShape.of(batch.prefill, decode), began_s, began_cpu_s, booked)
 
 
 class Flights:

@@ -17,6 +17,7 @@ from distserve.engine.ops import Manage, Op, Pulled, Submit
 from distserve.engine.requests import EngineRequest, Event
 from distserve.engine.roles import Role
 from distserve.engine.status import Counters, Load
+from distserve.engine.step_times import StepTimes
 from distserve.engine.steps import StepBuilder
 from distserve.serving.schema import ServingError
 from distserve.worker.executor import Executor
@@ -59,6 +60,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
+        self.step_times = StepTimes()
         self._role = role
         self._executor = executor
         self._inbox = inbox
@@ -67,7 +69,7 @@ class EngineLoop:
         self._steps = StepBuilder()
         self._events: list[Event] = []
         self._flights = Flights()
-        self._landed_s = 0.0  # when a step ended last
+        self._landed_s = self._landed_cpu_s = 0.0  # when a step ended last
         self._idle = True
         self._failures = 0  # in succession
 
@@ -211,7 +213,8 @@ class EngineLoop:
     def _step(self, batch: Batch) -> None:
         """Gives a batch to the executor."""
         began = self._clock()
-        flight = Flight.of(batch, began, booked=bool(self._executor.lag) and not batch.prefill)
+        booked = bool(self._executor.lag) and not batch.prefill
+        flight = Flight.of(batch, began, time.thread_time(), booked)
         step = self._steps.build(flight.items, self._ledger.by_key)
         for item in batch.prefill:
             state = self._ledger.by_key[item.request.id]
@@ -245,19 +248,21 @@ class EngineLoop:
             self.counters.steps += 1
             self.counters.step_began_s = self._flights.began_s()
             now = self._clock()
-            self._count_prefill(flight, now)
+            self._count_time(flight, now)
             self._book(flight, output, now)
             self._role.settle()
             for key, error in self._flights.doomed(flight):
                 self._end_doomed(key, error)
 
-    def _count_prefill(self, flight: Flight, now: float) -> None:
+    def _count_time(self, flight: Flight, now: float) -> None:
         """With steps in flight together, the time of each begins where the one before has ended."""
+        wall_s, cpu_now = now - max(flight.began_s, self._landed_s), time.thread_time()
+        self.step_times.add(flight.shape, wall_s, cpu_now - max(flight.began_cpu_s, self._landed_cpu_s))
         if flight.batch.prefill:
             self.counters.prefill_steps += 1
-            self.counters.prompt_tokens += flight.batch.prefill_tokens
-            self.counters.prefill_s += now - max(flight.began_s, self._landed_s)
-        self._landed_s = now
+            self.counters.prompt_tokens += flight.shape.prompt_tokens
+            self.counters.prefill_s += wall_s
+        self._landed_s, self._landed_cpu_s = now, cpu_now
 
     def _end_doomed(self, key: str, error: ServingError | None) -> None:
         """Does what was asked of a request while it was in flight, unless it has ended by itself."""

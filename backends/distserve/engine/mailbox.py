@@ -33,7 +33,8 @@ MAX_OWNER_CHARS = 256
 class Mailbox:
     """Speaks the instance protocol (`distserve.serving.schema`) for one engine.
 
-    `status` makes the fields of a status reply out of the last load; it is called in the I/O thread.
+    `status` makes the fields of a status reply out of the last load, with the times of steps if they are
+    asked for; it is called in the I/O thread.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Mailbox:
         connection: FrameConnection,
         inbox: Inbox[Op],
         admission: Admission,
-        status: Callable[[Load], dict[str, Any]],
+        status: Callable[[Load, bool], dict[str, Any]],
         load: Load,
         *,
         epoch: int,
@@ -154,7 +155,7 @@ class Mailbox:
         """The reply to one call, or None for a poll that is held."""
         op = call.get("op")
         if op == "status":
-            return ok_reply(**self._status(self._current_load()))
+            return ok_reply(**self._status(self._current_load(), call.get("step_times") is True))
         if op not in ("submit", "poll", "cancel", "release", "renew"):
             raise ServingError(
                 "INVALID_ARGUMENT", f"op={op!r}: must be status, submit, poll, cancel, release or renew"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
-from distserve_tools.testbed.company import ALONE, Company
+from distserve_tools.testbed.pace import fit_contention, measured_pace
 from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, capacity_rps, fit_terms
 from distserve_tools.testbed.runs import Run, idle_time, run_once
@@ -33,7 +33,6 @@ class Campaign:
     model: str
     workload: ScaledWorkload
     profile: Profile
-    company: Company
     limits: EngineLimits
     lone: Mapping[str, Run]
     slos: Mapping[str, Slo]  # by the objective's label
@@ -52,9 +51,7 @@ class Campaign:
         return tuple(self.lone)
 
 
-def sizing(
-    profile: Profile, workload: ScaledWorkload, limits: EngineLimits, company: Company = ALONE
-) -> tuple[EngineLimits, float]:
+def sizing(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> tuple[EngineLimits, float]:
     """The chunk that serves the chunked baseline best, and the rate at which the best system is overrun.
 
     By simulation, so that no system's settings were tried on the requests that it is then measured with.
@@ -64,7 +61,7 @@ def sizing(
     blocks = blocks_of(profile, limits)
 
     def capacity(system: str, limits: EngineLimits, target: float) -> float:
-        return capacity_rps(Predictor(system, profile, limits, blocks, company), trace, slo, target)
+        return capacity_rps(Predictor(system, profile, limits, blocks), trace, slo, target)
 
     tried = {c: capacity(CHUNKED, _with_chunk(limits, c), slo.attainment) for c in CHUNKS}
     chosen = _with_chunk(limits, max(tried, key=lambda c: (tried[c], c)))
@@ -101,7 +98,6 @@ def run_campaign(
     model: str,
     workload: ScaledWorkload,
     profile: Profile,
-    company: Company,
     limits: EngineLimits,
     top_rps: float,
     served: Mapping[str, Served],
@@ -124,9 +120,7 @@ def run_campaign(
     ttft, tpot = _lone_times(lone)
     slos = {objective.label: objective.slo(ttft, tpot) for objective in OBJECTIVES}
     rates = grid(top_rps, plan.rates)
-    campaign = Campaign(
-        model, workload, profile, company, limits, lone, slos, {}, rates, rates[len(rates) // 2]
-    )
+    campaign = Campaign(model, workload, profile, limits, lone, slos, {}, rates, rates[len(rates) // 2])
 
     campaign.background_cores = idle.beside_engines / idle.wall
 
@@ -161,28 +155,51 @@ def keep_whole_rates(campaign: Campaign) -> None:
 
 
 def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served]) -> None:
-    """Fits the server's terms to lone requests and the middle rate's repeats, then simulates every run."""
+    """Fits the server's terms to lone requests and the middle rate's repeats, then simulates every run: with
+    these terms, and at the pace that its engines had.
+    """
     predictors = {
-        name: Predictor(name, campaign.profile, campaign.limits, served[name].blocks, campaign.company)
+        name: Predictor(name, campaign.profile, campaign.limits, served[name].blocks)
         for name in campaign.systems
         if name in SYSTEMS  # a peer's engine is not profiled
     }
+    alone = {  # the engine is the same in all systems
+        f"{name}/{instance}": count
+        for name in predictors
+        for instance, count in campaign.lone[name].engines.items()
+    }
     campaign.terms = {
-        name: fit_terms(predictor, lone, campaign.lone[name].records, beside_engines(campaign, name))
+        name: fit_terms(
+            predictor,
+            lone,
+            campaign.lone[name].records,
+            beside_engines(campaign, name),
+            fit_contention(
+                campaign.profile, alone, [(r.engines, r.cpu.wall) for r in repeated(campaign, name)]
+            ),
+        )
         for name, predictor in predictors.items()
     }
     for run in campaign.runs:
         if run.system in predictors:
+            predictor, terms = predictors[run.system], campaign.terms[run.system]
             others = max(0.0, run.cpu.others / run.cpu.wall)
-            run.predicted = predictors[run.system].predict(run.trace, campaign.terms[run.system], others)
+            run.predicted = predictor.predict(run.trace, terms, others)
+            run.paces = {name: measured_pace(campaign.profile, c) for name, c in run.engines.items()}
+            first, second = run.paces.values()
+            run.predicted_at_pace = predictor.predict_at(run.trace, (first, second), terms.first_token_s)
+
+
+def repeated(campaign: Campaign, system: str) -> list[Run]:
+    """The repeats of the middle rate."""
+    return [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.repeated_rate]
 
 
 def beside_engines(campaign: Campaign, system: str) -> list[tuple[float, float]]:
     """(tokens/s, cores beside the engines) of the lone requests and of each repeat of the middle rate."""
-    runs = [r for r in campaign.runs if r.system == system and r.rate_rps == campaign.repeated_rate]
     return [
         (run.tokens / run.cpu.wall, run.cpu.beside_engines / run.cpu.wall)
-        for run in (campaign.lone[system], *runs)
+        for run in (campaign.lone[system], *repeated(campaign, system))
     ]
 
 

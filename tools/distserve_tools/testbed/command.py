@@ -21,8 +21,7 @@ from distserve_tools.engine_peers.random_llama import random_llama
 from distserve_tools.serve import START_ERRORS, signals_interrupt
 from distserve_tools.testbed.bench_transfer import measured_transfers, transfers_text
 from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
-from distserve_tools.testbed.company import measure_company
-from distserve_tools.testbed.comparison import pairs, repeat_noise
+from distserve_tools.testbed.comparison import allowed_points, pairs
 from distserve_tools.testbed.plan import RANDOM_MODEL, WORKLOADS, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.profiling import profile_on_a_core
 from distserve_tools.testbed.report import report
@@ -118,16 +117,14 @@ def _model(
     given = args.profile if name == DEMO_MODEL else None
     measured = args.output / f"profile-{_slug(name)}.yaml"
     profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
-    say("measuring two cores at once")
-    company = measure_company(model, cores())
     campaigns = []
     for workload in plan.workloads:
         lm = _batch_tokens(profile)
-        limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256), company)
+        limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
         top = args.top_rate or simulated_top
         say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
         with _all_systems(model, limits, with_vllm, say) as served:
-            campaigns.append(run_campaign(plan, name, workload, profile, company, limits, top, served, say))
+            campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say))
     return campaigns
 
 
@@ -165,17 +162,8 @@ def _to_dict(campaign: Campaign) -> dict[str, Any]:
     return {
         "model": campaign.model,
         "workload": {"name": campaign.workload.name, "scale": campaign.workload.scale},
-        "company": asdict(campaign.company),
         "slos": {k: {"ttft_s": v.ttft_s, "tpot_s": v.tpot_s} for k, v in campaign.slos.items()},
-        "terms": {
-            k: {
-                "first_token_s": t.first_token_s,
-                "iteration_s": t.iteration_s,
-                "idle_cores": t.idle_cores,
-                "per_token_s": t.per_token_s,
-            }
-            for k, t in campaign.terms.items()
-        },
+        "terms": {name: asdict(terms) for name, terms in campaign.terms.items()},
         "lone": [run.to_dict() for run in campaign.lone.values()],
         "runs": [run.to_dict() for run in campaign.runs],
     }
@@ -185,7 +173,7 @@ def _within_noise(campaign: Campaign, say: Callable[[str], None]) -> bool:
     """Every prediction within 2 points, or twice the noise of repeats, where that is larger."""
     fine = True
     for label, slo in campaign.slos.items():
-        allowed = max(2.0, 2 * (repeat_noise(campaign.runs, campaign.systems, slo) or 0.0))
+        allowed = allowed_points(campaign.runs, campaign.systems, slo)
         for name in campaign.terms:
             for pair in pairs(campaign.runs, name, slo):
                 if pair.error is not None and abs(pair.error) > allowed:

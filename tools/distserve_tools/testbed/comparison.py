@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distserve_planner.slo import Slo
+from distserve_tools.testbed.prediction import Predicted
 from distserve_tools.testbed.runs import Run
 
 
@@ -20,6 +21,7 @@ class Pair:
     rate_rps: float
     measured: float
     predicted: float | None
+    predicted_at_pace: float | None
     repeats: int
     requests: int
     spread: float | None
@@ -28,6 +30,11 @@ class Pair:
     def error(self) -> float | None:
         """Predicted less measured, in points (0.01 of attainment)."""
         return None if self.predicted is None else 100 * (self.predicted - self.measured)
+
+    @property
+    def error_at_pace(self) -> float | None:
+        """The same with the paces that the engines had."""
+        return None if self.predicted_at_pace is None else 100 * (self.predicted_at_pace - self.measured)
 
 
 def pairs(runs: Iterable[Run], system: str, slo: Slo) -> list[Pair]:
@@ -41,12 +48,21 @@ def pairs(runs: Iterable[Run], system: str, slo: Slo) -> list[Pair]:
 
 def _pair(rate: float, runs: Sequence[Run], slo: Slo) -> Pair:
     shares = [run.attainment(slo) for run in runs]
-    known = all(run.predicted is not None for run in runs)
-    predicted = statistics.mean(run.predicted_attainment(slo) for run in runs) if known else None
-    spread = statistics.stdev(shares) if len(shares) > 1 else None
     return Pair(
-        rate, statistics.mean(shares), predicted, len(runs), sum(len(r.records) for r in runs), spread
+        rate,
+        statistics.mean(shares),
+        _attained((run.predicted for run in runs), slo),
+        _attained((run.predicted_at_pace for run in runs), slo),
+        len(runs),
+        sum(len(r.records) for r in runs),
+        statistics.stdev(shares) if len(shares) > 1 else None,
     )
+
+
+def _attained(predictions: Iterable[Predicted | None], slo: Slo) -> float | None:
+    """Mean over runs; None unless all have been predicted."""
+    shares = [None if seen is None else float(seen.met(slo).mean()) for seen in predictions]
+    return None if None in shares else statistics.mean(share for share in shares if share is not None)
 
 
 def goodput_rps(curve: Sequence[tuple[float, float]], target: float) -> float:
@@ -74,19 +90,22 @@ class LatencyError:
     tpot_p90: float
 
 
-def latency_error(runs: Iterable[Run]) -> LatencyError | None:
-    """Over all requests of the runs that have a prediction; None without any."""
+def latency_error(runs: Iterable[Run], at_pace: bool = False) -> LatencyError | None:
+    """Over all requests of the runs that have a prediction, with the terms or with the paces of the engines;
+    None without any.
+    """
     measured: dict[str, list[float]] = {"ttft": [], "tpot": []}
     expected: dict[str, list[float]] = {"ttft": [], "tpot": []}
     for run in runs:
-        if run.predicted is None:
+        predicted = run.predicted_at_pace if at_pace else run.predicted
+        if predicted is None:
             continue
         for i, record in enumerate(run.records):
             if record.ok and record.output_tokens > 1:
                 measured["ttft"].append(record.ttft_s)
                 measured["tpot"].append(record.tpot_s)
-                expected["ttft"].append(float(run.predicted.ttft_s[i]))
-                expected["tpot"].append(float(run.predicted.tpot_s[i]))
+                expected["ttft"].append(float(predicted.ttft_s[i]))
+                expected["tpot"].append(float(predicted.tpot_s[i]))
     if not measured["ttft"]:
         return None
     m = {name: np.array(values) for name, values in measured.items()}
@@ -110,3 +129,8 @@ def repeat_noise(runs: Sequence[Run], systems: Sequence[str], slo: Slo) -> float
         pair.spread for system in systems for pair in pairs(runs, system, slo) if pair.spread is not None
     ]
     return 100 * float(np.sqrt(np.mean(np.square(spreads)))) if spreads else None
+
+
+def allowed_points(runs: Sequence[Run], systems: Sequence[str], slo: Slo) -> float:
+    """How far a prediction may be off: 2 points, or twice the noise of repeats, where that is more."""
+    return max(2.0, 2 * (repeat_noise(runs, systems, slo) or 0.0))

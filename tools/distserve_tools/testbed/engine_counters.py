@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
+from distserve.engine.step_times import StepSums
 from distserve.serving.access import Access
 from distserve_tools.instance_caller import InstanceCaller
 
 KEYS = ("steps", "execute_s", "loop_s", "transfers", "transfer_bytes", "transfer_wait_s", "transfer_wire_s")
 
-Counters = Mapping[str, Mapping[str, float]]
-"""By instance, then by key."""
+
+@dataclass(frozen=True)
+class EngineCount:
+    """Of one engine since its start, or between two moments."""
+
+    totals: Mapping[str, float]  # by key of `KEYS`
+    step_times: Mapping[tuple[int, int], StepSums] = field(default_factory=dict)  # by class of step
+
+    def since(self, before: EngineCount) -> EngineCount:
+        times = {
+            key: sums.minus(before.step_times.get(key, StepSums())) for key, sums in self.step_times.items()
+        }
+        return EngineCount(
+            {key: self.totals[key] - before.totals[key] for key in self.totals},
+            {key: sums for key, sums in times.items() if sums.steps},
+        )
+
+    @property
+    def loop_share(self) -> float:
+        """Of the busy time, what goes by outside the model: scheduling, bookkeeping, messages."""
+        busy = self.totals["execute_s"] + self.totals["loop_s"]
+        return self.totals["loop_s"] / busy if busy > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        times = [
+            {"prompt_tokens_to": tokens, "decodes_to": decodes, **asdict(sums)}
+            for (tokens, decodes), sums in self.step_times.items()
+        ]
+        return {**self.totals, "step_times": times}
+
+
+Counters = Mapping[str, EngineCount]
+"""By instance."""
+
+
+def merged(counts: Iterable[EngineCount]) -> EngineCount:
+    """Several engines, or several runs of one, as if they were one."""
+    totals, times = dict.fromkeys(KEYS, 0.0), dict[tuple[int, int], StepSums]()
+    for count in counts:
+        for key, value in count.totals.items():
+            totals[key] += value
+        for step_class, sums in count.step_times.items():
+            times[step_class] = times.get(step_class, StepSums()).plus(sums)
+    return EngineCount(totals, times)
 
 
 def engine_counters(url: str, instances: Sequence[str], access: Access) -> Counters:
-    """Totals since each engine's start. Raises `grpc.RpcError`, `ServingError`."""
+    """Since each engine's start. Raises `grpc.RpcError`, `ServingError`."""
     found = {}
     for name in instances:
         with InstanceCaller(url, name, "testbed", access) as caller:
-            reply = caller.call("status")
-        found[name] = {key: float(reply[key]) for key in KEYS}
+            reply = caller.call("status", step_times=True)
+        found[name] = EngineCount({key: float(reply[key]) for key in KEYS}, _step_times(reply["step_times"]))
     return found
 
 
-def counted_since(now: Counters, before: Counters) -> dict[str, dict[str, float]]:
-    return {name: {key: now[name][key] - before[name][key] for key in KEYS} for name in now}
+def counted_since(now: Counters, before: Counters) -> Counters:
+    return {name: now[name].since(before[name]) for name in now}
 
 
-def loop_share(counted: Mapping[str, float]) -> float:
-    """Of an engine's busy time, what it spends outside the model: scheduling, bookkeeping, messages."""
-    busy = counted["execute_s"] + counted["loop_s"]
-    return counted["loop_s"] / busy if busy > 0 else 0.0
+def _step_times(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], StepSums]:
+    names = [f.name for f in fields(StepSums)]
+    return {
+        (entry["prompt_tokens_to"], entry["decodes_to"]): StepSums(*(entry[name] for name in names))
+        for entry in entries
+    }

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,36 +13,32 @@ from scipy.optimize import nnls
 
 from distserve.core.config import Policy
 from distserve.core.scheduler import Limits
-from distserve_planner.coefficients import DecodePiece, HeadCost, PrefillPiece
-from distserve_planner.instance_latency import Overhead
 from distserve_planner.profile_file import Profile
 from distserve_planner.simulator.spec import InstanceSpec, Route, SystemSpec
 from distserve_planner.simulator.system import Simulation
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
 from distserve_tools.load.record import Record
-from distserve_tools.testbed.company import ALONE, Company
+from distserve_tools.testbed.pace import UNDISTURBED, Contention, Pace, at_pace
 from distserve_tools.testbed.systems import CHUNKED, DISAGGREGATED, EngineLimits
 
 LONE_GAP_S = 1e4
 CONTENTION_ROUNDS = 4
 
-Piece = TypeVar("Piece", PrefillPiece, DecodePiece, HeadCost)
-
 
 @dataclass(frozen=True)
 class ServerTerms:
-    """What the serving path adds. All zero: engines alone.
+    """What the serving path adds. The defaults: engines alone, as profiled.
 
-    `first_token_s`: to every TTFT: orchestrator, messages, Triton. `iteration_s`: to every step of an engine.
+    `first_token_s`: to every TTFT: orchestrator, messages, Triton.
     `idle_cores` and `per_token_s`: the processor time that Triton, stubs, orchestrator and generator take, in
     cores, is `idle_cores` + `per_token_s` times tokens/s; it runs on the engines' cores.
     """
 
     first_token_s: float = 0.0
-    iteration_s: float = 0.0
     idle_cores: float = 0.0
     per_token_s: float = 0.0
+    contention: Contention = UNDISTURBED
 
     def beside_cores(self, tokens_per_s: float) -> float:
         return self.idle_cores + self.per_token_s * tokens_per_s
@@ -68,7 +63,6 @@ class Predictor:
     profile: Profile
     limits: EngineLimits
     blocks: int
-    company: Company = ALONE
 
     def predict(self, trace: Trace, terms: ServerTerms | None = None, others_cores: float = 0.0) -> Predicted:
         """Every request of the trace, from the first on: the run it is compared with started empty, too.
@@ -76,48 +70,49 @@ class Predictor:
         others_cores: what processes that have nothing to do with it took during the run. With the work beside
         the engines it goes to a core whose engine is idle, and takes from both alike while both compute:
         steps get longer by 1 / (1 - cores / 2 * share of the time in which the other engine computes), and by
-        `company` for that share. The share and the tokens/s come from the simulation itself, so it is
-        repeated with what the last one gave.
+        `terms.contention` for that share. The share and the tokens/s come from the simulation itself, so it
+        is repeated with what the last one gave.
         """
         terms = terms or ServerTerms()
-        stretch = ALONE, ALONE
-        alone = terms.beside_cores(1.0) + others_cores == 0 and self.company == ALONE
-        for _ in range(1 if alone else CONTENTION_ROUNDS):
-            run = Simulation(self._spec(terms, stretch), *_columns(trace))
-            run.run()
+        paces = terms.contention.pace(0.0), terms.contention.pace(0.0)
+        still = terms.beside_cores(1.0) + others_cores == 0 and terms.contention == UNDISTURBED
+        for _ in range(1 if still else CONTENTION_ROUNDS):
+            run = self._run(trace, paces)
             span = run.clock.now - float(trace.arrival_s[0])
             taken = terms.beside_cores(float(trace.output_tokens.sum()) / span) + others_cores
-            busy = [engine.busy_s / span for engine in (*run.prefill, *run.decode, *run.unified)]
-            stretch = self._stretch(taken, busy[1]), self._stretch(taken, busy[0])
-        outcome = run.outcome()
-        return Predicted(outcome.ttft_s + terms.first_token_s, outcome.tpot_s)
+            busy = [min(1.0, e.busy_s / span) for e in (*run.prefill, *run.decode, *run.unified)]
+            paces = _pace(terms, taken, busy[1]), _pace(terms, taken, busy[0])
+        return _predicted(run, terms.first_token_s)
 
-    def _stretch(self, taken_cores: float, other_busy: float) -> Company:
-        """How much longer steps get; at most as if the engine kept a quarter of its core."""
-        share = min(1.0, other_busy)
-        lost = 1 / max(0.25, 1 - taken_cores / 2 * share)
-        return Company(*(lost * (1 + (f - 1) * share) for f in (self.company.prefill, self.company.decode)))
+    def predict_at(self, trace: Trace, paces: tuple[Pace, Pace], first_token_s: float) -> Predicted:
+        """The same with the paces that the two engines (prefill first) were seen to have."""
+        return _predicted(self._run(trace, paces), first_token_s)
 
-    def _spec(self, terms: ServerTerms, stretch: tuple[Company, Company]) -> SystemSpec:
+    def _run(self, trace: Trace, paces: tuple[Pace, Pace]) -> Simulation:
+        run = Simulation(self._spec(paces), *_columns(trace))
+        run.run()
+        return run
+
+    def _spec(self, paces: tuple[Pace, Pace]) -> SystemSpec:
         scheduler = Limits(
             max_batch_size=self.limits.max_batch_size,
             max_batch_tokens=self.limits.max_batch_tokens,
             chunk_tokens=self.limits.chunk_tokens,
         )
-        profile = replace(self.profile, overhead=Overhead(iteration_s=terms.iteration_s))
         first, second = (
             InstanceSpec(
-                _stretched(profile, factor).latency_model().instance(1),
+                at_pace(self.profile, pace).latency_model().instance(1),
                 self.blocks,
                 scheduler,
                 self.limits.block_size,
             )
-            for factor in stretch
+            for pace in paces
         )
         if self.system != DISAGGREGATED:
             policy: Policy = "chunked_prefill" if self.system == CHUNKED else "prefill_first"
             return SystemSpec(unified=(first, second), policy=policy)
         routes = {}
+        profile = self.profile
         if profile.transfer is not None:
             per_token = profile.model.kv_bytes_per_token(profile.dtype) / profile.transfer.bandwidth_bytes_s
             routes[0, 0] = Route((0, 1), profile.transfer.latency_s, per_token)
@@ -125,22 +120,23 @@ class Predictor:
 
 
 def fit_terms(
-    predictor: Predictor, lone: Trace, records: Sequence[Record], beside: Sequence[tuple[float, float]]
+    predictor: Predictor,
+    lone: Trace,
+    records: Sequence[Record],
+    beside: Sequence[tuple[float, float]],
+    contention: Contention = UNDISTURBED,
 ) -> ServerTerms:
-    """From lone requests: how much longer they take on the server than in the simulation.
+    """From lone requests: how much later than in the simulation their first token comes.
 
     beside: (tokens/s, cores taken beside the engines) of runs: a line is laid through them.
-    Medians over the requests; never negative.
+    A median over the requests; never negative.
     """
     apart = replace(lone, arrival_s=np.arange(len(lone)) * LONE_GAP_S)
-    expected = predictor.predict(apart)
-    good = [r for r in records if r.ok]
-    step = statistics.median(r.tpot_s for r in good) - float(np.median(expected.tpot_s))
-    first = statistics.median(r.ttft_s for r in good) - float(np.median(expected.ttft_s))
-    iteration_s = max(0.0, step)
+    expected = predictor.predict_at(apart, (contention.alone, contention.alone), 0.0)
+    first = statistics.median(r.ttft_s for r in records if r.ok) - float(np.median(expected.ttft_s))
     features = np.array([[1.0, tokens] for tokens, _ in beside])
     idle_cores, per_token_s = nnls(features, np.array([cores for _, cores in beside]))[0]
-    return ServerTerms(max(0.0, first - iteration_s), iteration_s, float(idle_cores), float(per_token_s))
+    return ServerTerms(max(0.0, first), float(idle_cores), float(per_token_s), contention)
 
 
 def capacity_rps(predictor: Predictor, trace: Trace, slo: Slo, target: float) -> float:
@@ -160,24 +156,16 @@ def capacity_rps(predictor: Predictor, trace: Trace, slo: Slo, target: float) ->
     return low
 
 
-def _stretched(profile: Profile, factors: Company) -> Profile:
-    """All step times longer by `factors`."""
-    degrees = tuple(
-        replace(
-            degree,
-            prefill=tuple(_times(piece, factors.prefill) for piece in degree.prefill),
-            decode=tuple(_times(piece, factors.decode) for piece in degree.decode),
-            head=_times(degree.head, factors.decode),
-        )
-        for degree in profile.degrees
-    )
-    return replace(profile, degrees=degrees)
+def _pace(terms: ServerTerms, taken_cores: float, other_busy: float) -> Pace:
+    """Of an engine beside another one; at worst as if it kept a quarter of its core."""
+    own = terms.contention.pace(other_busy)
+    lost = 1 / max(0.25, 1 - taken_cores / 2 * other_busy)
+    return replace(own, prefill=lost * own.prefill, decode=lost * own.decode)
 
 
-def _times(piece: Piece, factor: float) -> Piece:
-    """The fields of a coefficient row that are seconds."""
-    scaled = {f.name: factor * getattr(piece, f.name) for f in fields(piece) if f.name.endswith("_s")}
-    return replace(piece, **scaled)
+def _predicted(run: Simulation, first_token_s: float) -> Predicted:
+    outcome = run.outcome()
+    return Predicted(outcome.ttft_s + first_token_s, outcome.tpot_s)
 
 
 def _columns(trace: Trace) -> tuple[list[float], list[int], list[int]]:

@@ -186,7 +186,7 @@ def serve(sock: socket.socket) -> None:
         FrameConnection(sock),
         inbox,
         Admission(bounds, replay.layout if config.role == "decode" else None),
-        lambda load: {**identity, **load.to_wire()},
+        lambda load, _step_times: {**identity, **load.to_wire()},
         replay.load(),
         epoch=replay.epoch,
         max_queue=config.max_queue,

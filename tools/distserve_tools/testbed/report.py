@@ -7,9 +7,16 @@ import numpy as np
 from distserve_planner.slo import Slo, seconds
 from distserve_tools.load.record import STAGES
 from distserve_tools.testbed.campaign import Campaign
-from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
+from distserve_tools.testbed.comparison import (
+    allowed_points,
+    goodput_rps,
+    latency_error,
+    pairs,
+    repeat_noise,
+    winner,
+)
 from distserve_tools.testbed.cpu_account import PARTS
-from distserve_tools.testbed.engine_counters import loop_share
+from distserve_tools.testbed.pace import Contention, Pace, processor_share
 from distserve_tools.testbed.report_table import table
 from distserve_tools.testbed.runs import Run
 
@@ -30,6 +37,8 @@ def report(campaign: Campaign) -> str:
         *(_pairs(campaign, label, slo) for label, slo in campaign.slos.items()),
         "### Prediction",
         _prediction(campaign),
+        "### Pace of the engines",
+        _paces(campaign),
         "### Goodput (requests/s per core)",
         _goodput(campaign),
         f"### SLO scale at {campaign.repeated_rate:g} requests/s",
@@ -59,8 +68,7 @@ def _settings(campaign: Campaign) -> str:
         "Profile: "
         + ", ".join(f"{r.phase} error P50 {r.p50:.1%}, P95 {r.p95:.1%}" for r in profile.residuals)
         + (f"; KV transfer {transfer.bandwidth_bytes_s / 1e9:.2f} GB/s" if transfer else "")
-        + f". While the other core computes, too: prefill x {campaign.company.prefill:.2f}, decode x "
-        f"{campaign.company.decode:.2f}.",
+        + ".",
     ]
     return "\n".join(lines)
 
@@ -76,11 +84,20 @@ def _lone(campaign: Campaign) -> str:
                 seconds(float(np.median([r.ttft_s for r in good]))),
                 seconds(float(np.median([r.tpot_s for r in good]))),
                 seconds(terms.first_token_s) if terms else "-",
-                seconds(terms.iteration_s) if terms else "-",
+                _phases(terms.contention.alone) if terms else "-",
+                _phases(terms.contention) if terms else "-",
                 f"{terms.idle_cores:.2f} cores + {seconds(terms.per_token_s)} per token" if terms else "-",
             ]
         )
-    head = ["system", "TTFT", "TPOT", "fitted: first token", "fitted: step", "fitted: beside engines"]
+    head = [
+        "system",
+        "TTFT",
+        "TPOT",
+        "fitted: first token",
+        "steps by the profile (prefill, decode)",
+        "beside a computing core, times that",
+        "beside the engines",
+    ]
     return table(head, rows)
 
 
@@ -92,8 +109,9 @@ def _pairs(campaign: Campaign, label: str, slo: Slo) -> str:
         head += [f"{name}: measured"]
         columns.append([_share(points[rate].measured) for rate in campaign.rates])
         if all(p.predicted is not None for p in points.values()):
-            head += ["simulated"]
+            head += ["simulated", "at the run's pace"]
             columns.append([_share(points[rate].predicted or 0.0) for rate in campaign.rates])
+            columns.append([_share(points[rate].predicted_at_pace or 0.0) for rate in campaign.rates])
     rows = [[f"{rate:g}/s", *(c[i] for c in columns)] for i, rate in enumerate(campaign.rates)]
     return f"**{label}** (TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)})\n\n" + table(head, rows)
 
@@ -106,18 +124,14 @@ def _prediction(campaign: Campaign) -> str:
         "TPOT, median error per request",
         "TTFT P90",
         "TPOT P90",
+        "within the noise",
     ]
     rows = []
-    for name in campaign.systems:
-        errors = latency_error(r for r in campaign.runs if r.system == name)
-        if errors is None:
-            continue
-        means = []
-        for slo in campaign.slos.values():
-            found = [abs(p.error) for p in pairs(campaign.runs, name, slo) if p.error is not None]
-            means.append(f"{np.mean(found):.1f} pt")
-        latencies = [f"{errors.ttft_p50:.0%}", f"{errors.tpot_p50:.0%}"]
-        rows.append([name, *means, *latencies, f"{errors.ttft_p90:+.0%}", f"{errors.tpot_p90:+.0%}"])
+    for at_pace in (False, True):
+        for name in campaign.systems:
+            row = _errors(campaign, name, at_pace)
+            if row:
+                rows.append([name + (", at the run's pace" if at_pace else ""), *row])
     noise = [
         f"{label}: {value:.1f} pt"
         for label, slo in campaign.slos.items()
@@ -129,9 +143,45 @@ def _prediction(campaign: Campaign) -> str:
     )
     text = (
         f"Noise, the standard deviation of attainment between {repeats} runs of the same requests at "
-        f"{campaign.repeated_rate:g}/s: " + "; ".join(noise) + "."
+        f"{campaign.repeated_rate:g}/s: "
+        + "; ".join(noise)
+        + ". *Within the noise*: at most 2 points off, or twice "
+        "the noise, where that is more."
     )
     return table(head, rows) + "\n\n" + text
+
+
+def _errors(campaign: Campaign, system: str, at_pace: bool) -> list[str]:
+    """Empty for a peer."""
+    errors = latency_error((r for r in campaign.runs if r.system == system), at_pace)
+    if errors is None:
+        return []
+    means, within, count = [], 0, 0
+    for slo in campaign.slos.values():
+        points = pairs(campaign.runs, system, slo)
+        found = [abs((p.error_at_pace if at_pace else p.error) or 0.0) for p in points]
+        means.append(f"{np.mean(found):.1f} pt")
+        allowed = allowed_points(campaign.runs, campaign.systems, slo)
+        within, count = within + sum(error <= allowed for error in found), count + len(found)
+    tails = [f"{errors.ttft_p90:+.0%}", f"{errors.tpot_p90:+.0%}", f"{within} of {count}"]
+    return [*means, f"{errors.ttft_p50:.0%}", f"{errors.tpot_p50:.0%}", *tails]
+
+
+def _paces(campaign: Campaign) -> str:
+    """Every run in the order in which it was made: the machine's speed drifts."""
+    rows = []
+    for run in campaign.runs:
+        for name, pace in run.paces.items():
+            share = processor_share(run.engines[name])
+            rows.append(
+                [f"{run.system} {run.rate_rps:g}/s, {name}", *_phases(pace).split(", "), f"{share:.0%}"]
+            )
+    head = ["run, instance", "prompts take", "decode steps take", "of the time on its core"]
+    return table(head, rows) + "\n\nTimes the profile, in the order of the runs."
+
+
+def _phases(pace: Pace | Contention) -> str:
+    return f"x {pace.prefill:.2f}, x {pace.decode:.2f}"
 
 
 def goodputs(campaign: Campaign, slo: Slo, target: float, predicted: bool) -> dict[str, float]:
@@ -200,7 +250,7 @@ def _moving(run: Run) -> tuple[float, float]:
     """Seconds per request that its KV waits for its turn, and that it moves, as decode engines count them:
     prefill's count the same transfers from the other end.
     """
-    pulling = [counted for name, counted in run.engines.items() if name.startswith("decode")]
+    pulling = [count.totals for name, count in run.engines.items() if name.startswith("decode")]
     waits, wires = (sum(c[part] for c in pulling) for part in ("transfer_wait_s", "transfer_wire_s"))
     count = max(1, len(run.records))
     return waits / count, wires / count
@@ -227,7 +277,7 @@ def _cpu_row(run: Run) -> list[str]:
         f"{run.system} {run.rate_rps:g}/s",
         *(f"{run.cpu.parts[part] / wall:.2f}" for part in PARTS),
         f"{run.cpu.others / wall:.2f}",
-        " / ".join(f"{loop_share(counted):.1%}" for counted in run.engines.values()) or "-",
+        " / ".join(f"{count.loop_share:.1%}" for count in run.engines.values()) or "-",
         f"{1e6 * per_token:.0f} us",
         seconds(run.lag_p99_s),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from distserve_planner.workload import Trace
 from distserve_tools.load.generator import make_jobs, run_open_loop
 from distserve_tools.load.record import STAGES, Record
 from distserve_tools.testbed.cpu_account import CpuSeconds, processor_time
-from distserve_tools.testbed.engine_counters import counted_since
+from distserve_tools.testbed.engine_counters import Counters, counted_since
+from distserve_tools.testbed.pace import Pace
 from distserve_tools.testbed.prediction import Predicted
 from distserve_tools.testbed.systems import Served
 
@@ -24,7 +25,9 @@ TIMEOUT_S = 300.0
 
 @dataclass
 class Run:
-    """`predicted` is filled in later, for the same requests."""
+    """The last three are filled in later: predictions of the same requests, with the terms of the campaign,
+    and at the pace that each engine had in this run.
+    """
 
     system: str
     rate_rps: float
@@ -32,16 +35,14 @@ class Run:
     trace: Trace
     records: Sequence[Record]
     cpu: CpuSeconds
-    engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # counters, by instance
+    engines: Counters = field(default_factory=dict)
     predicted: Predicted | None = None
+    paces: Mapping[str, Pace] = field(default_factory=dict)  # by instance
+    predicted_at_pace: Predicted | None = None
 
     def attainment(self, slo: Slo) -> float:
         """Failed requests are misses."""
         return float(np.mean([r.met(slo) for r in self.records]))
-
-    def predicted_attainment(self, slo: Slo) -> float:
-        assert self.predicted is not None
-        return float(self.predicted.met(slo).mean())
 
     @property
     def tokens(self) -> int:
@@ -59,15 +60,17 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file: every request, measured and predicted."""
         requests: list[dict[str, Any]] = [record.to_log() for record in self.records]
-        if self.predicted is not None:
-            for entry, ttft, tpot in zip(requests, self.predicted.ttft_s, self.predicted.tpot_s, strict=True):
-                entry["predicted"] = {"ttft_s": round(float(ttft), 6), "tpot_s": round(float(tpot), 6)}
+        for key, seen in (("predicted", self.predicted), ("predicted_at_pace", self.predicted_at_pace)):
+            if seen is not None:
+                for entry, ttft, tpot in zip(requests, seen.ttft_s, seen.tpot_s, strict=True):
+                    entry[key] = {"ttft_s": round(float(ttft), 6), "tpot_s": round(float(tpot), 6)}
         return {
             "system": self.system,
             "rate_rps": self.rate_rps,
             "repeat": self.repeat,
             "generator_lag_p99_s": self.lag_p99_s,
-            "engines": self.engines,
+            "engines": {name: count.to_dict() for name, count in self.engines.items()},
+            "paces": {name: asdict(pace) for name, pace in self.paces.items()},
             "cpu_s": {**self.cpu.parts, "other processes": self.cpu.others, "wall": self.cpu.wall},
             "requests": requests,
         }
