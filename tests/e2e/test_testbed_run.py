@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distserve_tools.chaos.model import tiny_model
-from distserve_tools.testbed.engine_counters import KEYS
+from distserve_tools.testbed.engine_counters import merged
 from distserve_tools.testbed.plan import ScaledWorkload
 from distserve_tools.testbed.runs import run_once
 from distserve_tools.testbed.systems import CHUNKED, DISAGGREGATED, EngineLimits, serving
@@ -25,10 +25,16 @@ def test_a_run_is_measured(system: str, tmp_path: Path) -> None:
     with serving((system,), str(model.folder), limits, tmp_path, print) as served:
         run = run_once(served[system], served.values(), trace, 20.0, 0, vocab=200)
     assert [record.error for record in run.records] == [None] * REQUESTS
-    assert set(run.engines) == (
-        {"prefill_0", "decode_0"} if system == DISAGGREGATED else {"unified_0", "unified_1"}
+    # in this order, which is the simulation's
+    assert list(run.engines) == (
+        ["prefill_0", "decode_0"] if system == DISAGGREGATED else ["unified_0", "unified_1"]
     )
-    total = {key: sum(counted[key] for counted in run.engines.values()) for key in KEYS}
+    together = merged(run.engines.values())
+    total = together.totals
+    assert sum(sums.steps for sums in together.step_times.values()) == total["steps"]
+    prompt_tokens = sum(sums.prompt_tokens for sums in together.step_times.values())
+    assert prompt_tokens == sum(record.input_tokens for record in run.records)
+    assert 0 < sum(sums.cpu_s for sums in together.step_times.values()) < run.cpu.parts["engines"] + 0.5
     assert total["steps"] > 0
     assert total["execute_s"] > 0
     longer = sum(record.output_tokens > 1 for record in run.records)
