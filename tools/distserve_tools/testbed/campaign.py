@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
+from distserve_tools.testbed.engine_counters import merged
 from distserve_tools.testbed.pace import fit_contention, measured_pace
 from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, capacity_rps, fit_terms
@@ -173,10 +174,9 @@ def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served
             predictor,
             lone,
             campaign.lone[name].records,
+            measured_pace(campaign.profile, merged(campaign.lone[name].engines.values())),
             beside_engines(campaign, name),
-            fit_contention(
-                campaign.profile, alone, [(r.engines, r.cpu.wall) for r in repeated(campaign, name)]
-            ),
+            fit_contention(campaign.profile, alone, [run.loaded() for run in repeated(campaign, name)]),
         )
         for name, predictor in predictors.items()
     }

@@ -29,6 +29,10 @@ class EngineCount:
             {key: sums for key, sums in times.items() if sums.steps},
         )
 
+    def steps(self, prompts: bool) -> list[StepSums]:
+        """The classes of steps that compute prompts, or of those that do not."""
+        return [sums for (tokens, _), sums in self.step_times.items() if bool(tokens) == prompts]
+
     @property
     def loop_share(self) -> float:
         """Of the busy time, what goes by outside the model: scheduling, bookkeeping, messages."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
@@ -36,8 +37,8 @@ def measured_pace(profile: Profile, count: EngineCount, clock: Clock = "wall_s")
     clock: with `cpu_s` the time in which the engine waited for its core is left out.
     """
     latency = profile.latency_model().instance(1)
-    prefill = _ratio(latency, [s for (tokens, _), s in count.step_times.items() if tokens], clock)
-    decode = _ratio(latency, [s for (tokens, _), s in count.step_times.items() if not tokens], clock)
+    prefill = _ratio(latency, count.steps(prompts=True), clock)
+    decode = _ratio(latency, count.steps(prompts=False), clock)
     steps = count.totals["steps"]
     return Pace(
         prefill=prefill or decode or 1.0,
@@ -48,20 +49,28 @@ def measured_pace(profile: Profile, count: EngineCount, clock: Clock = "wall_s")
 
 @dataclass(frozen=True)
 class Contention:
-    """What two engines do to each other's steps, in processor time: they share their memory and last cache.
+    """What takes from an engine's steps while it serves.
 
-    `alone`: the pace while the other core idles. `prefill`, `decode`: times that while it computes.
+    `alone`: the pace while the other core idles. `prefill`, `decode`: times that while it computes, too, as
+    the two share their memory and last cache; both in processor time. `prefill_loss`, `decode_loss`: of every
+    core that work beside the engines takes, the part that is lost to steps of the phase.
     """
 
     alone: Pace = PROFILED
     prefill: float = 1.0
     decode: float = 1.0
+    prefill_loss: float = 0.5
+    decode_loss: float = 0.5
 
-    def pace(self, other_busy: float) -> Pace:
-        """While the other engine computes for this share of the time."""
+    def pace(self, other_busy: float, taken_cores: float) -> Pace:
+        """While the other engine computes for this share of the time; at worst as if an engine kept a quarter
+        of its core.
+        """
+        memory_prefill = 1 + (self.prefill - 1) * other_busy
+        memory_decode = 1 + (self.decode - 1) * other_busy
         return Pace(
-            self.alone.prefill * (1 + (self.prefill - 1) * other_busy),
-            self.alone.decode * (1 + (self.decode - 1) * other_busy),
+            self.alone.prefill * memory_prefill / max(0.25, 1 - taken_cores * self.prefill_loss),
+            self.alone.decode * memory_decode / max(0.25, 1 - taken_cores * self.decode_loss),
             self.alone.iteration_s,
         )
 
@@ -69,19 +78,32 @@ class Contention:
 UNDISTURBED = Contention()
 
 
-def fit_contention(profile: Profile, lone: Counters, busy: Sequence[tuple[Counters, float]]) -> Contention:
-    """From the engines' counts of lone requests, and of runs under load with their wall seconds.
+@dataclass(frozen=True)
+class LoadedRun:
+    """What `fit_contention` takes from a run. taken_cores: by everything but the engines."""
+
+    engines: Counters
+    wall_s: float
+    taken_cores: float
+
+
+def fit_contention(profile: Profile, lone: Counters, busy: Sequence[LoadedRun]) -> Contention:
+    """From the engines' counts of lone requests, and of runs under load.
 
     The machine's speed drifts, so it may have been slower during the lone requests: then they tell nothing of
     the engines' influence on each other, and the pace under load is that of all times.
     """
     alone = measured_pace(profile, merged(lone.values()), "cpu_s")
-    loaded = measured_pace(profile, merged(c for counters, _ in busy for c in counters.values()), "cpu_s")
+    loads = merged(count for run in busy for count in run.engines.values())
+    loaded = measured_pace(profile, loads, "cpu_s")
     prefill, decode = min(alone.prefill, loaded.prefill), min(alone.decode, loaded.decode)
+    taken = statistics.mean(run.taken_cores for run in busy)
     return Contention(
         replace(alone, prefill=prefill, decode=decode),
         _factor(loaded.prefill / prefill, _other_busy(busy, prompts=True)),
         _factor(loaded.decode / decode, _other_busy(busy, prompts=False)),
+        (1 - _on_core(loads.steps(prompts=True))) / taken,
+        (1 - _on_core(loads.steps(prompts=False))) / taken,
     )
 
 
@@ -89,22 +111,28 @@ def _factor(longer: float, other_busy: float) -> float:
     return 1 + (longer - 1) / other_busy if other_busy > 0 else 1.0
 
 
-def _other_busy(runs: Sequence[tuple[Counters, float]], prompts: bool) -> float:
+def _other_busy(runs: Sequence[LoadedRun], prompts: bool) -> float:
     """Share of the time in which the other engine computes, seen by steps with (or without) prompts."""
     seen = total = 0.0
-    for counters, wall in runs:
-        for name, count in counters.items():
-            steps_s = sum(s.wall_s for (tokens, _), s in count.step_times.items() if bool(tokens) == prompts)
-            others = sum(c.totals["execute_s"] for other, c in counters.items() if other != name)
-            seen += steps_s * min(1.0, others / wall)
+    for run in runs:
+        for name, count in run.engines.items():
+            steps_s = sum(s.wall_s for s in count.steps(prompts))
+            others = sum(c.totals["execute_s"] for other, c in run.engines.items() if other != name)
+            seen += steps_s * min(1.0, others / run.wall_s)
             total += steps_s
     return seen / total if total else 0.0
 
 
+def _on_core(classes: Iterable[StepSums]) -> float:
+    """Of the wall time of steps, the part in which they had their core; 1 without steps."""
+    times = [(sums.cpu_s, sums.wall_s) for sums in classes]
+    wall = sum(wall for _, wall in times)
+    return min(1.0, sum(cpu for cpu, _ in times) / wall) if wall else 1.0
+
+
 def processor_share(count: EngineCount) -> float:
     """Of the wall time of an engine's steps, the part in which it had its core; 1 without steps."""
-    wall = sum(sums.wall_s for sums in count.step_times.values())
-    return sum(sums.cpu_s for sums in count.step_times.values()) / wall if wall else 1.0
+    return _on_core(count.step_times.values())
 
 
 def at_pace(profile: Profile, pace: Pace) -> Profile:

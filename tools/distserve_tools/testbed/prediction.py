@@ -67,21 +67,21 @@ class Predictor:
     def predict(self, trace: Trace, terms: ServerTerms | None = None, others_cores: float = 0.0) -> Predicted:
         """Every request of the trace, from the first on: the run it is compared with started empty, too.
 
-        others_cores: what processes that have nothing to do with it took during the run. With the work beside
-        the engines it goes to a core whose engine is idle, and takes from both alike while both compute:
-        steps get longer by 1 / (1 - cores / 2 * share of the time in which the other engine computes), and by
-        `terms.contention` for that share. The share and the tokens/s come from the simulation itself, so it
-        is repeated with what the last one gave.
+        others_cores: what processes that have nothing to do with it took during the run; it takes from the
+        engines as the work beside them does. How much of that there is depends on the tokens/s, and
+        `terms.contention` on how busy the engines are: both come from the simulation itself, so it is
+        repeated with what the last one gave.
         """
         terms = terms or ServerTerms()
-        paces = terms.contention.pace(0.0), terms.contention.pace(0.0)
+        idle = terms.contention.pace(0.0, 0.0)
+        paces = idle, idle
         still = terms.beside_cores(1.0) + others_cores == 0 and terms.contention == UNDISTURBED
         for _ in range(1 if still else CONTENTION_ROUNDS):
             run = self._run(trace, paces)
             span = run.clock.now - float(trace.arrival_s[0])
             taken = terms.beside_cores(float(trace.output_tokens.sum()) / span) + others_cores
             busy = [min(1.0, e.busy_s / span) for e in (*run.prefill, *run.decode, *run.unified)]
-            paces = _pace(terms, taken, busy[1]), _pace(terms, taken, busy[0])
+            paces = terms.contention.pace(busy[1], taken), terms.contention.pace(busy[0], taken)
         return _predicted(run, terms.first_token_s)
 
     def predict_at(self, trace: Trace, paces: tuple[Pace, Pace], first_token_s: float) -> Predicted:
@@ -123,16 +123,17 @@ def fit_terms(
     predictor: Predictor,
     lone: Trace,
     records: Sequence[Record],
+    lone_pace: Pace,
     beside: Sequence[tuple[float, float]],
-    contention: Contention = UNDISTURBED,
+    contention: Contention,
 ) -> ServerTerms:
-    """From lone requests: how much later than in the simulation their first token comes.
+    """From lone requests: how much later their first token comes than in a simulation at the engines' pace.
 
     beside: (tokens/s, cores taken beside the engines) of runs: a line is laid through them.
     A median over the requests; never negative.
     """
     apart = replace(lone, arrival_s=np.arange(len(lone)) * LONE_GAP_S)
-    expected = predictor.predict_at(apart, (contention.alone, contention.alone), 0.0)
+    expected = predictor.predict_at(apart, (lone_pace, lone_pace), 0.0)
     first = statistics.median(r.ttft_s for r in records if r.ok) - float(np.median(expected.ttft_s))
     features = np.array([[1.0, tokens] for tokens, _ in beside])
     idle_cores, per_token_s = nnls(features, np.array([cores for _, cores in beside]))[0]
@@ -154,13 +155,6 @@ def capacity_rps(predictor: Predictor, trace: Trace, slo: Slo, target: float) ->
         middle = (low * high) ** 0.5
         low, high = (middle, high) if attained(middle) >= target else (low, middle)
     return low
-
-
-def _pace(terms: ServerTerms, taken_cores: float, other_busy: float) -> Pace:
-    """Of an engine beside another one; at worst as if it kept a quarter of its core."""
-    own = terms.contention.pace(other_busy)
-    lost = 1 / max(0.25, 1 - taken_cores / 2 * other_busy)
-    return replace(own, prefill=lost * own.prefill, decode=lost * own.decode)
 
 
 def _predicted(run: Simulation, first_token_s: float) -> Predicted:

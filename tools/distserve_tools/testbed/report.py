@@ -87,6 +87,7 @@ def _lone(campaign: Campaign) -> str:
                 _phases(terms.contention.alone) if terms else "-",
                 _phases(terms.contention) if terms else "-",
                 f"{terms.idle_cores:.2f} cores + {seconds(terms.per_token_s)} per token" if terms else "-",
+                f"{terms.contention.prefill_loss:.2f}, {terms.contention.decode_loss:.2f}" if terms else "-",
             ]
         )
     head = [
@@ -97,6 +98,7 @@ def _lone(campaign: Campaign) -> str:
         "steps by the profile (prefill, decode)",
         "beside a computing core, times that",
         "beside the engines",
+        "of that lost to a step (prefill, decode)",
     ]
     return table(head, rows)
 

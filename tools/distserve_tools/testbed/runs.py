@@ -16,7 +16,7 @@ from distserve_tools.load.generator import make_jobs, run_open_loop
 from distserve_tools.load.record import STAGES, Record
 from distserve_tools.testbed.cpu_account import CpuSeconds, processor_time
 from distserve_tools.testbed.engine_counters import Counters, counted_since
-from distserve_tools.testbed.pace import Pace
+from distserve_tools.testbed.pace import LoadedRun, Pace
 from distserve_tools.testbed.prediction import Predicted
 from distserve_tools.testbed.systems import Served
 
@@ -47,6 +47,10 @@ class Run:
     @property
     def tokens(self) -> int:
         return sum(r.output_tokens for r in self.records)
+
+    def loaded(self) -> LoadedRun:
+        taken = (self.cpu.beside_engines + max(0.0, self.cpu.others)) / self.cpu.wall
+        return LoadedRun(self.engines, self.cpu.wall, taken)
 
     @property
     def lag_p99_s(self) -> float:
