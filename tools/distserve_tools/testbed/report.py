@@ -174,10 +174,11 @@ def _paces(campaign: Campaign) -> str:
     rows = []
     for run in campaign.runs:
         for name, pace in run.paces.items():
-            share = processor_share(run.engines[name])
-            rows.append(
-                [f"{run.system} {run.rate_rps:g}/s, {name}", *_phases(pace).split(", "), f"{share:.0%}"]
-            )
+            count = run.engines[name]
+            prefill = f"x {pace.prefill:.2f}" if count.steps(prompts=True) else "-"
+            decode = f"x {pace.decode:.2f}" if count.steps(prompts=False) else "-"
+            share = f"{processor_share(count):.0%}"
+            rows.append([f"{run.system} {run.rate_rps:g}/s, {name}", prefill, decode, share])
     head = ["run, instance", "prompts take", "decode steps take", "of the time on its core"]
     return table(head, rows) + "\n\nTimes the profile, in the order of the runs."
 
