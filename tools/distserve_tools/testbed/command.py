@@ -16,7 +16,7 @@ from distserve.core.model_config import cache_folder, resolve_model
 from distserve.core.parsing import ConfigError
 from distserve_planner.profile_file import Profile
 from distserve_tools.console import StepLines
-from distserve_tools.demo_model import DEMO_MODEL, ensure_demo_model
+from distserve_tools.demo_model import ensure_demo_model
 from distserve_tools.engine_peers.random_llama import random_llama
 from distserve_tools.serve import START_ERRORS, signals_interrupt
 from distserve_tools.testbed.bench_transfer import measured_transfers, transfers_text
@@ -35,6 +35,7 @@ EXAMPLES = """\
 examples:
   distserve testbed --quick                      minutes: one model, one workload, nothing is judged
   distserve testbed --quick --workload code      another one
+  distserve testbed --quick --model random-llama --workload summarization --run-s 60
   distserve testbed                              hours: both models, three workloads, vLLM beside
   distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
@@ -52,8 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[w.label for w in WORKLOADS],
         help="measure this one; may be repeated (all of them; with --quick: chat)",
     )
+    parser.add_argument(
+        "--model",
+        choices=TestbedPlan.models,
+        help="measure this one (both of them; with --quick: the first)",
+    )
     parser.add_argument("--output", type=Path, default=Path("build/testbed"), help="folder (%(default)s)")
-    parser.add_argument("--profile", type=Path, help="step times of the demo model, instead of measuring")
+    parser.add_argument("--profile", type=Path, help="step times of the (first) model, instead of measuring")
     parser.add_argument("--run-s", type=float, help="seconds of load per run")
     parser.add_argument(
         "--top-rate", type=float, help="requests/s to measure around, instead of the simulation's limit"
@@ -74,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         plan = plan.lasting(args.run_s)
     if args.workload:
         plan = replace(plan, workloads=tuple(w for w in WORKLOADS if w.label in args.workload))
+    if args.model:
+        plan = replace(plan, models=(args.model,))
     if args.simulate:
         return _simulate(args, plan.workloads if args.workload else WORKLOADS)
     lines = StepLines()
@@ -114,7 +122,7 @@ def _model(
     else:
         ensure_demo_model(say)
         model = name
-    given = args.profile if name == DEMO_MODEL else None
+    given = args.profile if name == plan.models[0] else None
     measured = args.output / f"profile-{_slug(name)}.yaml"
     profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
     campaigns = []
