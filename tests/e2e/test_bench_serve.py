@@ -13,7 +13,8 @@ from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
 from distserve_planner.profile_file import Profile
 from distserve_planner.workload.readers import read_trace
 from distserve_tools.cli import main
-from distserve_tools.testbed.campaign import run_campaign
+from distserve_tools.testbed.campaign import grid, run_campaign
+from distserve_tools.testbed.engine_counters import merged
 from distserve_tools.testbed.plan import WORKLOADS, TestbedPlan
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.systems import DISAGGREGATED, SYSTEMS, EngineLimits, serving
@@ -97,16 +98,19 @@ def test_a_campaign_measures_and_predicts_all_systems(zoo: Zoo, tmp_path: Path) 
     said: list[str] = []
     with serving(SYSTEMS, model, limits, tmp_path, said.append) as served:
         campaign = run_campaign(plan, model, WORKLOADS[0], profile, limits, 10.0, served, said.append)
-    assert campaign.rates == [3.0, 12.0]
+    assert campaign.rates == grid(10.0, 2)
     assert len(campaign.runs) == 3 * (2 + 1)
     for run in campaign.runs:
         assert run.predicted is not None
+        assert run.predicted_at_pace is not None
+        assert all(pace.prefill > 0 and pace.decode > 0 for pace in run.paces.values())
         assert [r.error for r in run.records if not r.ok] == []
         assert run.cpu.beside_engines > 0
-        counted = sum(engine["steps"] for engine in run.engines.values())
+        counted = merged(run.engines.values()).totals["steps"]
         assert counted >= len(run.records)
-    moved = [r.engines["decode_0"]["transfers"] for r in campaign.runs if r.system == DISAGGREGATED]
+    moved = [r.engines["decode_0"].totals["transfers"] for r in campaign.runs if r.system == DISAGGREGATED]
     assert all(count > 0 for count in moved)
     text = report(campaign)
     assert text.count("measured") >= 3
-    assert "| disaggregated 12/s |" in text
+    assert f"| disaggregated {campaign.rates[1]:g}/s |" in text
+    assert f"| disaggregated {campaign.rates[1]:g}/s, decode_0 | - | x " in text
