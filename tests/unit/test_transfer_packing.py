@@ -45,11 +45,14 @@ def twin(pages: Pages, message: list[Piece], order: Tensor) -> list[tuple[int, i
     ]
 
 
+@pytest.mark.parametrize("one_launch", [None, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_axis", [1, 2])
-def test_pack_and_unpack_equal_their_twins(head_axis: int, dtype: torch.dtype) -> None:
+def test_pack_and_unpack_equal_their_twins(
+    head_axis: int, dtype: torch.dtype, one_launch: bool | None
+) -> None:
     source, target = Pages(head_axis, dtype, fill=True), Pages(head_axis, dtype, fill=False)
-    packer = Packer(source, FIRST_LAYER, FIRST_HEAD)
+    packer = Packer(source, FIRST_LAYER, FIRST_HEAD, one_launch)
     assert packer.unit == DIM * SIZE
     cells = twin(source, MESSAGE, ORDER)
     buffer = torch.full((len(cells) * packer.unit + 5,), -1.0, dtype=dtype)
@@ -66,7 +69,7 @@ def test_pack_and_unpack_equal_their_twins(head_axis: int, dtype: torch.dtype) -
     assert torch.equal(filled, expected)
 
     back = torch.tensor([1, 4, 6, 5, 0])  # other blocks at the destination
-    Packer(target, FIRST_LAYER, FIRST_HEAD).unpack(MESSAGE, back, buffer)
+    Packer(target, FIRST_LAYER, FIRST_HEAD, one_launch).unpack(MESSAGE, back, buffer)
     touched = set()
     for (layer, part, block, head), (_, _, dst, _) in zip(cells, twin(target, MESSAGE, back), strict=True):
         want = source.pages(layer)[part][block].select(head_axis - 1, head)
