@@ -7,19 +7,22 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from distserve.core.shapes import Shape, head_range, layer_range
+from distserve.transfer import packing
 from distserve.transfer.handle import Handle, Layout, new_nonce
 from distserve.transfer.leases import LeaseTable
 from distserve.transfer.puller import KVPuller
 from distserve.transfer.source import KVSource
+from distserve_kernels.page_rows import PageRows
 
 ANSWER_S = 20.0
 LAYOUT = Layout("tiny", "fp32", 4, 5, 4, 8, 1, 1, "nhd")
@@ -74,16 +77,43 @@ class RankPages:
                 part = whole.narrow(head_axis, heads.start, len(heads)).contiguous()
                 parts.append(part.to(device, DTYPES[layout.dtype]))
             self._pages.append((parts[0], parts[1]))
+        WatchedRows.caches[self._pages[0][0].data_ptr()] = self
 
     @property
     def num_layers(self) -> int:
         return len(self._pages)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        self.accessed()
+        return self._pages[layer]
+
+    def accessed(self) -> None:
         self.touched.set()
         if self.delay_s:
             time.sleep(self.delay_s)
-        return self._pages[layer]
+
+
+class WatchedRows(PageRows):
+    """The compiled copy, which takes the pages once and for all: their owner sees each tensor's copy, too."""
+
+    caches: ClassVar[weakref.WeakValueDictionary[int, RankPages]] = weakref.WeakValueDictionary()
+
+    def pack(self, members: range, blocks: Tensor, heads: range, buffer: Tensor) -> int:
+        self._tell(members)
+        return super().pack(members, blocks, heads, buffer)
+
+    def unpack(self, members: range, blocks: Tensor, heads: range, buffer: Tensor) -> int:
+        self._tell(members)
+        return super().unpack(members, blocks, heads, buffer)
+
+    def _tell(self, members: range) -> None:
+        cache = self.caches.get(self._tensors[0].data_ptr())
+        for _ in members:
+            if cache is not None:
+                cache.accessed()
+
+
+packing.PageRows = WatchedRows  # type: ignore[misc]
 
 
 class Instance:
