@@ -13,7 +13,7 @@ from distserve_kernels.sdpa import SdpaBackend
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [
     (4, 4, 64),
     (12, 3, 64),
