@@ -80,18 +80,25 @@ def unpack(pages: PageSet, members: range, blocks: Tensor, heads: range, buffer:
 
 
 def _view(pages: PageSet, members: range, blocks: Tensor, heads: range, buffer: Tensor) -> Tensor:
-    kv_heads = pages.tensors[0].shape[pages.kv_head_axis]
-    if heads.start < 0 or heads.stop > kv_heads or heads.step != 1:
-        raise ValueError(f"heads={heads}: must be consecutive ones of {kv_heads}")
-    if members.start < 0 or members.stop > len(pages.tensors) or members.step != 1:
-        raise ValueError(f"members={members}: must be consecutive ones of {len(pages.tensors)}")
+    first = pages.tensors[0]
+    check_consecutive("heads", heads, first.shape[pages.kv_head_axis])
+    check_consecutive("members", members, len(pages.tensors))
     shape = (len(members), blocks.shape[0], *pages.block_shape(heads))
     size = torch.Size(shape).numel()
-    if buffer.dtype != pages.tensors[0].dtype or size > buffer.numel():
-        raise ValueError(
-            f"buffer of {buffer.numel()} {buffer.dtype}: {size} {pages.tensors[0].dtype} are needed"
-        )
+    check_buffer(buffer, size, first.dtype)
     return buffer[:size].view(shape)
+
+
+def check_consecutive(name: str, chosen: range, count: int) -> None:
+    """Raises `ValueError` unless these are consecutive ones of `count`."""
+    if chosen.start < 0 or chosen.stop > count or chosen.step != 1:
+        raise ValueError(f"{name}={chosen}: must be consecutive ones of {count}")
+
+
+def check_buffer(buffer: Tensor, size: int, dtype: torch.dtype) -> None:
+    """Raises `ValueError` for a buffer of another dtype or of fewer than `size` elements."""
+    if buffer.dtype != dtype or size > buffer.numel():
+        raise ValueError(f"buffer of {buffer.numel()} {buffer.dtype}: {size} {dtype} are needed")
 
 
 def _copy(

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from distserve_kernels import compiled
+from distserve_kernels.page_copy import check_buffer, check_consecutive
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _COPY_ROWS: tuple[Any, ...] = (_POINTER, *[_LONG] * 3, _POINTER, *[_LONG] * 5, _POINTER, _INT)
@@ -59,14 +60,13 @@ class PageRows:
         return self._rows(members, blocks, heads, buffer, to_buffer=False)
 
     def _rows(self, members: range, blocks: Tensor, heads: range, buffer: Tensor, *, to_buffer: bool) -> int:
-        if not 0 <= heads.start <= heads.stop <= self._heads or heads.step != 1:
-            raise ValueError(f"heads={heads}: must be consecutive ones of {self._heads}")
-        if not 0 <= members.start <= members.stop <= len(self._tensors) or members.step != 1:
-            raise ValueError(f"members={members}: must be consecutive ones of {len(self._tensors)}")
+        check_consecutive("heads", heads, self._heads)
+        check_consecutive("members", members, len(self._tensors))
         row = len(heads) * self._head_elements
         size = len(members) * len(blocks) * self._outer * row
-        if buffer.dtype != self._dtype or size > buffer.numel() or not buffer.is_contiguous():
-            raise ValueError(f"buffer of {buffer.numel()} {buffer.dtype}: {size} {self._dtype} are needed")
+        check_buffer(buffer, size, self._dtype)
+        if not buffer.is_contiguous():
+            raise ValueError(f"buffer: strides {buffer.stride()} must be contiguous")
         ids = blocks.contiguous()
         head_bytes = self._head_elements * self._item
         stride = self._heads * head_bytes

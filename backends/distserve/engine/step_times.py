@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distserve.core.batch import Item
 
 EXACT_DECODES, DECODES_STEP = 16, 8  # more decoding requests are counted by eights
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What one step computes."""
 
     prompt_tokens: int
@@ -33,9 +32,8 @@ class StepShape:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepSums:
-    """Totals over the steps of one class."""
+class StepSums(NamedTuple):
+    """Totals over the steps of one class: their number, the fields of `StepShape`, seconds."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -44,15 +42,17 @@ class StepSums:
     decodes: int = 0
     context_tokens: int = 0
     wall_s: float = 0.0
-    cpu_s: float = (
-        0.0  # of the thread that runs the steps: on a GPU, or with worker ranks, not the step's own
-    )
+    cpu_s: float = 0.0  # of the engine's thread: on a GPU, or with worker ranks, not the step's own
 
     def plus(self, other: StepSums) -> StepSums:
-        return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return StepSums(*map(operator.add, self, other))
 
     def minus(self, other: StepSums) -> StepSums:
-        return StepSums(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+        return StepSums(*map(operator.sub, self, other))
+
+
+StepClasses = Mapping[tuple[int, int], StepSums]
+"""Sums by `step_class`."""
 
 
 class StepTimes:
@@ -66,24 +66,29 @@ class StepTimes:
 
     def add(self, shape: StepShape, wall_s: float, cpu_s: float) -> None:
         key = step_class(shape.prompt_tokens, shape.decodes)
-        one = StepSums(
-            1,
-            shape.prompt_tokens,
-            shape.prompt_squares,
-            shape.prompts,
-            shape.decodes,
-            shape.context_tokens,
-            wall_s,
-            cpu_s,
-        )
+        one = StepSums(1, *shape, wall_s, cpu_s)
         self._sums[key] = self._sums.get(key, StepSums()).plus(one)
 
     def to_wire(self) -> list[dict[str, Any]]:
-        """One entry a class, for the status."""
-        return [
-            {"prompt_tokens_to": tokens, "decodes_to": decodes, **asdict(sums)}
-            for (tokens, decodes), sums in sorted(list(self._sums.items()))
-        ]
+        return to_wire(self._sums.copy())
+
+
+def to_wire(sums: StepClasses) -> list[dict[str, Any]]:
+    """One entry a class, as in the status."""
+    return [
+        {"prompt_tokens_to": tokens, "decodes_to": decodes, **one._asdict()}
+        for (tokens, decodes), one in sorted(sums.items())
+    ]
+
+
+def from_wire(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], StepSums]:
+    """The inverse of `to_wire`."""
+    return {
+        (entry["prompt_tokens_to"], entry["decodes_to"]): StepSums(
+            *(entry[name] for name in StepSums._fields)
+        )
+        for entry in entries
+    }
 
 
 def step_class(prompt_tokens: int, decodes: int) -> tuple[int, int]:

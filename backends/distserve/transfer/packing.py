@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,8 @@ from distserve.transfer.chunks import Piece
 from distserve_kernels import page_copy
 from distserve_kernels.page_rows import PageRows
 
-RowsCopy = Callable[[range, Tensor, range, Tensor], int]
+RunCopy = Callable[[range, Tensor, range, Tensor], object]
+"""(numbers of the page tensors, blocks, heads, buffer)"""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
@@ -50,23 +52,26 @@ class Packer:
         self.device = page.device
         self.dtype = page.dtype
         self.unit = page[0].numel() // page.shape[cache.kv_head_axis]  # elements of one head of one block
-        self._set: page_copy.PageSet | None = None
-        self._rows: PageRows | None = None
+        # for all tensors of a run at once; None: piece by piece
+        self._pack_run: RunCopy | None = None
+        self._unpack_run: RunCopy | None = None
         tensors = [part for layer in range(cache.num_layers) for part in cache.pages(layer)]
         if page.is_cuda if one_launch is None else one_launch:
-            self._set = page_copy.PageSet.of(tensors, cache.kv_head_axis)
-        elif one_launch is None:
-            self._rows = PageRows.of(tensors, cache.kv_head_axis)
+            pages = page_copy.PageSet.of(tensors, cache.kv_head_axis)
+            self._pack_run, self._unpack_run = (
+                partial(page_copy.pack, pages),
+                partial(page_copy.unpack, pages),
+            )
+        elif one_launch is None and (rows := PageRows.of(tensors, cache.kv_head_axis)) is not None:
+            self._pack_run, self._unpack_run = rows.pack, rows.unpack
 
     def pack(self, message: Sequence[Piece], blocks: Tensor, buffer: Tensor) -> Tensor:
         """Copies a message's blocks into the 1-D `buffer`; returns the part of it that was filled.
 
         `blocks`: int64 ids of the request's blocks, on the pages' device.
         """
-        if self._set is not None:
-            return self._copy(self._set, message, blocks, buffer, pack=True)
-        if self._rows is not None:
-            return self._copy_rows(self._rows.pack, message, blocks, buffer)
+        if self._pack_run is not None:
+            return self._copy_runs(self._pack_run, message, blocks, buffer)
         offset = 0
         for piece in message:
             pages = self._heads(piece)
@@ -78,11 +83,8 @@ class Packer:
 
     def unpack(self, message: Sequence[Piece], blocks: Tensor, buffer: Tensor) -> None:
         """The inverse of `pack`: writes the buffer's content into the request's blocks."""
-        if self._set is not None:
-            self._copy(self._set, message, blocks, buffer, pack=False)
-            return
-        if self._rows is not None:
-            self._copy_rows(self._rows.unpack, message, blocks, buffer)
+        if self._unpack_run is not None:
+            self._copy_runs(self._unpack_run, message, blocks, buffer)
             return
         offset = 0
         for piece in message:
@@ -93,33 +95,15 @@ class Packer:
             _words(pages)[_ids(piece, blocks).numpy()] = _words(source)
             offset = end
 
-    def _copy_rows(self, copy: RowsCopy, message: Sequence[Piece], blocks: Tensor, buffer: Tensor) -> Tensor:
-        offset = 0
-        for piece, members in runs(message, self._first_layer):
-            offset += copy(members, _ids(piece, blocks), self._local(piece.heads), buffer[offset:])
-        return buffer[:offset]
-
-    def _copy(
-        self,
-        pages: page_copy.PageSet,
-        message: Sequence[Piece],
-        blocks: Tensor,
-        buffer: Tensor,
-        *,
-        pack: bool,
-    ) -> Tensor:
+    def _copy_runs(self, copy: RunCopy, message: Sequence[Piece], blocks: Tensor, buffer: Tensor) -> Tensor:
         """One copy for each run of pieces; returns the part of the buffer that holds them."""
         offset = 0
         for piece, members in runs(message, self._first_layer):
-            heads = self._local(piece.heads)
+            heads = range(piece.heads.start - self._first_head, piece.heads.stop - self._first_head)
             end = offset + len(members) * piece.count * len(heads) * self.unit
-            copy = page_copy.pack if pack else page_copy.unpack
-            copy(pages, members, _ids(piece, blocks), heads, buffer[offset:end])
+            copy(members, _ids(piece, blocks), heads, buffer[offset:end])
             offset = end
         return buffer[:offset]
-
-    def _local(self, heads: range) -> range:
-        return range(heads.start - self._first_head, heads.stop - self._first_head)
 
     def _heads(self, piece: Piece) -> Tensor:
         pages = self._cache.pages(piece.layer - self._first_layer)[piece.part]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from distserve.engine.step_times import StepSums
+from distserve.engine.step_times import StepClasses, StepSums, from_wire, to_wire
 from distserve.serving.access import Access
 from distserve_tools.instance_caller import InstanceCaller
 
@@ -18,7 +18,7 @@ class EngineCount:
     """Of one engine since its start, or between two moments."""
 
     totals: Mapping[str, float]  # by key of `KEYS`
-    step_times: Mapping[tuple[int, int], StepSums] = field(default_factory=dict)  # by class of step
+    step_times: StepClasses = field(default_factory=dict)  # by class of step
 
     def since(self, before: EngineCount) -> EngineCount:
         times = {
@@ -40,11 +40,7 @@ class EngineCount:
         return self.totals["loop_s"] / busy if busy > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        times = [
-            {"prompt_tokens_to": tokens, "decodes_to": decodes, **asdict(sums)}
-            for (tokens, decodes), sums in self.step_times.items()
-        ]
-        return {**self.totals, "step_times": times}
+        return {**self.totals, "step_times": to_wire(self.step_times)}
 
 
 Counters = Mapping[str, EngineCount]
@@ -68,17 +64,9 @@ def engine_counters(url: str, instances: Sequence[str], access: Access) -> Count
     for name in instances:
         with InstanceCaller(url, name, "testbed", access) as caller:
             reply = caller.call("status", step_times=True)
-        found[name] = EngineCount({key: float(reply[key]) for key in KEYS}, _step_times(reply["step_times"]))
+        found[name] = EngineCount({key: float(reply[key]) for key in KEYS}, from_wire(reply["step_times"]))
     return found
 
 
 def counted_since(now: Counters, before: Counters) -> Counters:
     return {name: now[name].since(before[name]) for name in now}
-
-
-def _step_times(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], StepSums]:
-    names = [f.name for f in fields(StepSums)]
-    return {
-        (entry["prompt_tokens_to"], entry["decodes_to"]): StepSums(*(entry[name] for name in names))
-        for entry in entries
-    }

@@ -102,13 +102,17 @@ def fit_contention(profile: Profile, lone: Counters, busy: Sequence[LoadedRun]) 
         replace(alone, prefill=prefill, decode=decode),
         _factor(loaded.prefill / prefill, _other_busy(busy, prompts=True)),
         _factor(loaded.decode / decode, _other_busy(busy, prompts=False)),
-        (1 - _on_core(loads.steps(prompts=True))) / taken,
-        (1 - _on_core(loads.steps(prompts=False))) / taken,
+        _loss(loads.steps(prompts=True), taken),
+        _loss(loads.steps(prompts=False), taken),
     )
 
 
 def _factor(longer: float, other_busy: float) -> float:
     return 1 + (longer - 1) / other_busy if other_busy > 0 else 1.0
+
+
+def _loss(classes: Iterable[StepSums], taken_cores: float) -> float:
+    return (1 - _on_core(classes)) / taken_cores if taken_cores > 0 else 0.0
 
 
 def _other_busy(runs: Sequence[LoadedRun], prompts: bool) -> float:
