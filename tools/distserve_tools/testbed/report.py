@@ -145,8 +145,8 @@ def _prediction(campaign: Campaign) -> str:
     )
     text = (
         f"Noise, the standard deviation of attainment between {repeats} runs of the same requests at "
-        f"{campaign.repeated_rate:g}/s: {'; '.join(noise)}. *Within the noise*: at most 2 points off, or twice "
-        "the noise, where that is more."
+        f"{campaign.repeated_rate:g}/s: {'; '.join(noise)}. *Within the noise*: at most 2 points off, or "
+        "twice the noise, where that is more."
     )
     return table(head, rows) + "\n\n" + text
 
