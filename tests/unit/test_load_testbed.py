@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from itertools import pairwise
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from distserve.core.model_config import ModelConfig
+from distserve.core.parsing import ConfigError
 from distserve.engine.step_times import StepSums
 from distserve_planner.cluster import Link
 from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
@@ -21,6 +23,7 @@ from distserve_tools.load.record import Record
 from distserve_tools.testbed import lone_engine, systems
 from distserve_tools.testbed.campaign import (
     Campaign,
+    add_predictions,
     beside_engines,
     blocks_of,
     grid,
@@ -51,6 +54,7 @@ from distserve_tools.testbed.pace import (
 )
 from distserve_tools.testbed.plan import WORKLOADS
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, fit_terms
+from distserve_tools.testbed.recorded import read_campaigns, write_campaigns
 from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
 from distserve_tools.testbed.report import goodputs, report
 from distserve_tools.testbed.runs import Run
@@ -255,8 +259,6 @@ def test_predictions_are_compared_request_by_request() -> None:
     expected = np.median(np.abs(run.predicted.ttft_s - 0.2) / 0.2)
     assert error.ttft_p50 == pytest.approx(expected, rel=1e-6)
     assert pairs([run], "a", Slo(1.0, 0.1))[0].error is not None
-    entry = run.to_dict()["requests"][0]
-    assert entry["predicted"]["ttft_s"] == pytest.approx(float(run.predicted.ttft_s[0]), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +330,9 @@ def campaign() -> Campaign:
             record.stages = {"prefill": 0.2, "transfer": 0.001, "decode": 0.1}
     lone = {name: run_of(name, 0.1, 0, 0, 3) for name in (DISAGGREGATED, "vllm")}
     slos = {"easy": Slo(1.0, 0.1), "hard": Slo(0.1, 0.1)}
-    return Campaign("m", WORKLOADS[0], profile(), LIMITS, lone, slos, terms, [1.0, 2.0], 2.0, runs=runs)
+    blocks = {DISAGGREGATED: blocks_of(profile(), LIMITS), "vllm": 0}
+    rates = [1.0, 2.0]
+    return Campaign("m", WORKLOADS[0], profile(), LIMITS, blocks, lone, slos, terms, rates, 2.0, runs=runs)
 
 
 def test_the_report_has_every_table() -> None:
@@ -385,6 +389,58 @@ def test_an_interrupted_campaign_keeps_whole_rates() -> None:
     keep_whole_rates(cut)
     assert cut.rates == [1.0, 2.0]
     assert {run.rate_rps for run in cut.runs} == {1.0, 2.0}
+
+
+def test_a_campaign_that_was_kept_is_reported_again(tmp_path: Path) -> None:
+    measured = campaign()
+    failed = measured.runs[-1].records[3]
+    failed.error, failed.token_s, failed.token_counts = "UNAVAILABLE: gone", [], []
+    for run in measured.lone.values():
+        run.engines = measured.runs[0].engines if run.system == DISAGGREGATED else {}
+    add_predictions(measured)
+    path = tmp_path / "results.json"
+    write_campaigns(path, [measured, measured])
+    first, second = read_campaigns(path)
+    assert report(first) == report(second) == report(measured)
+    assert first.runs[-1].records[3].error == "UNAVAILABLE: gone"
+    seen = first.runs[0].predicted
+    assert seen is not None
+    request = json.loads(path.read_text())["campaigns"][0]["runs"][0]["requests"][0]
+    assert request["predicted"]["ttft_s"] == pytest.approx(float(seen.ttft_s[0]), abs=1e-6)
+
+
+def test_a_campaign_under_way_is_reported_without_the_rate_that_is_not_whole(tmp_path: Path) -> None:
+    cut = campaign()
+    cut.rates, cut.terms = [1.0, 2.0, 3.0], {}
+    for run in (*cut.runs, *cut.lone.values()):
+        run.predicted = run.predicted_at_pace = None
+    for run in cut.lone.values():
+        run.engines = cut.runs[0].engines if run.system == DISAGGREGATED else {}
+    cut.runs.append(run_of(DISAGGREGATED, 3.0, 0, 0))
+    write_campaigns(tmp_path / "results.json", [cut])
+    (found,) = read_campaigns(tmp_path / "results.json")
+    assert found.rates == [1.0, 2.0]
+    assert "| disaggregated, at the run's pace | " in report(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("{", "not a results.json"),
+        ('{"campaigns": []}', "'schema'"),
+        ('{"schema": "testbed/1", "campaigns": []}', "testbed/2"),
+        ('{"schema": "testbed/2", "campaigns": []}', "holds no run"),
+        ('{"schema": "testbed/2", "campaigns": [{}]}', "'lone'"),
+    ],
+)
+def test_a_file_that_is_no_record_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_campaigns(path)
+    assert str(path) in str(caught.value)
 
 
 def test_processor_time_beside_engines_is_taken_of_lone_requests_and_repeats() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
-from distserve_planner.workload import Trace
 from distserve_tools.testbed.engine_counters import merged
 from distserve_tools.testbed.pace import fit_contention, measured_pace
 from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
@@ -35,6 +34,7 @@ class Campaign:
     workload: ScaledWorkload
     profile: Profile
     limits: EngineLimits
+    blocks: Mapping[str, int]  # of KV in each instance, by system; 0 if not known
     lone: Mapping[str, Run]
     slos: Mapping[str, Slo]  # by the objective's label
     terms: Mapping[str, ServerTerms]
@@ -103,8 +103,11 @@ def run_campaign(
     top_rps: float,
     served: Mapping[str, Served],
     say: Say,
+    keep: Callable[[Campaign], None],
 ) -> Campaign:
     """Measures all systems in turn at every rate, then simulates what was sent.
+
+    `keep` is called after each turn, with what there is.
 
     The middle rate is measured `plan.repeats` times with the same requests, first of all: how far repeats
     of one run lie apart is what a prediction can be held against.
@@ -121,8 +124,9 @@ def run_campaign(
     ttft, tpot = _lone_times(lone)
     slos = {objective.label: objective.slo(ttft, tpot) for objective in OBJECTIVES}
     rates = grid(top_rps, plan.rates)
-    campaign = Campaign(model, workload, profile, limits, lone, slos, {}, rates, rates[len(rates) // 2])
-
+    blocks = {name: system.blocks for name, system in served.items()}
+    middle = rates[len(rates) // 2]
+    campaign = Campaign(model, workload, profile, limits, blocks, lone, slos, {}, rates, middle)
     campaign.background_cores = idle.beside_engines / idle.wall
 
     def measure(rate: float, repeat: int) -> None:
@@ -132,6 +136,7 @@ def run_campaign(
             run = run_once(system, everybody, trace, rate, repeat, vocab)
             campaign.runs.append(run)
             say(f"{workload.label}: {rate:g}/s {name}: {_line(run, campaign.main)}")
+        keep(campaign)
 
     try:
         for repeat in range(plan.repeats):
@@ -142,7 +147,7 @@ def run_campaign(
     except KeyboardInterrupt:
         say("interrupted: reporting the rates that were measured")
         keep_whole_rates(campaign)
-    add_predictions(campaign, lone_trace, served)
+    add_predictions(campaign)
     return campaign
 
 
@@ -155,12 +160,12 @@ def keep_whole_rates(campaign: Campaign) -> None:
         raise KeyboardInterrupt
 
 
-def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served]) -> None:
+def add_predictions(campaign: Campaign) -> None:
     """Fits the server's terms to lone requests and the middle rate's repeats, then simulates every run: with
     these terms, and at the pace that its engines had.
     """
     predictors = {
-        name: Predictor(name, campaign.profile, campaign.limits, served[name].blocks)
+        name: Predictor(name, campaign.profile, campaign.limits, campaign.blocks[name])
         for name in campaign.systems
         if name in SYSTEMS  # a peer's engine is not profiled
     }
@@ -172,7 +177,7 @@ def add_predictions(campaign: Campaign, lone: Trace, served: Mapping[str, Served
     campaign.terms = {
         name: fit_terms(
             predictor,
-            lone,
+            campaign.lone[name].trace,
             campaign.lone[name].records,
             measured_pace(campaign.profile, merged(campaign.lone[name].engines.values())),
             beside_engines(campaign, name),

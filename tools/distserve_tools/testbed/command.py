@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from distserve.core.model_config import cache_folder, resolve_model
 from distserve.core.parsing import ConfigError
@@ -24,11 +22,13 @@ from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
 from distserve_tools.testbed.comparison import allowed_points, pairs
 from distserve_tools.testbed.plan import RANDOM_MODEL, WORKLOADS, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.profiling import profile_on_a_core
+from distserve_tools.testbed.recorded import read_campaigns, write_campaigns
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
 
+RESULTS = "results.json"
 SHORTEST_BATCH = 64  # tokens; a smaller Lm would make batches of prompts pointless
 
 EXAMPLES = """\
@@ -39,6 +39,7 @@ examples:
   distserve testbed                              hours: both models, three workloads, vLLM beside
   distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
+  distserve testbed --again build/testbed/results.json   what was measured there, simulated and reported again
 """
 
 
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no server: simulated goodput with the step times of --profile",
     )
+    parser.add_argument(
+        "--again",
+        type=Path,
+        metavar="RESULTS",
+        help="no server: simulate and report what a results.json holds; a run that broke off leaves one, too",
+    )
     parser.add_argument("--vllm", action="store_true", help="two vLLM servers beside ours, also with --quick")
     parser.add_argument("--no-vllm", action="store_true", help="leave them out of the full run")
 
@@ -82,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         plan = replace(plan, workloads=tuple(w for w in WORKLOADS if w.label in args.workload))
     if args.model:
         plan = replace(plan, models=(args.model,))
+    if args.again:
+        return _again(args.again, args.output)
     if args.simulate:
         return _simulate(args, plan.workloads if args.workload else WORKLOADS)
     lines = StepLines()
@@ -89,16 +98,25 @@ def run(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     with_vllm = args.vllm or not (args.quick or args.no_vllm)
     campaigns: list[Campaign] = []
+    results = args.output / RESULTS
+    lines.say(f"runs are kept in {results}; should this break off: distserve testbed --again {results}")
     try:
         with signals_interrupt():
             for name in plan.models:
-                campaigns += _model(plan, name, args, with_vllm, lines.say)
+                _measure(plan, name, args, with_vllm, campaigns, lines.say)
     except START_ERRORS as error:
         sys.stderr.write(f"distserve testbed: {error}\n")
         return 1
     transfers = transfers_text(*measured_transfers(campaigns[0].model, lines.say))
     _write(campaigns, "## KV transfer\n\n" + transfers, args.output, lines.say)
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
+
+
+def _again(results: Path, folder: Path) -> int:
+    campaigns = read_campaigns(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(campaigns, "", folder, StepLines().say)
+    return 0
 
 
 def _simulate(args: argparse.Namespace, workloads: Sequence[ScaledWorkload]) -> int:
@@ -114,9 +132,22 @@ def _batch_tokens(profile: Profile) -> int:
     return max(SHORTEST_BATCH, profile.latency_model().lm_tokens_for(1))
 
 
-def _model(
-    plan: TestbedPlan, name: str, args: argparse.Namespace, with_vllm: bool, say: Callable[[str], None]
-) -> list[Campaign]:
+def _measure(
+    plan: TestbedPlan,
+    name: str,
+    args: argparse.Namespace,
+    with_vllm: bool,
+    campaigns: list[Campaign],
+    say: Callable[[str], None],
+) -> None:
+    """All workloads with one model.
+
+    `campaigns` grows by those that end; the file has the one under way, too.
+    """
+
+    def keep(campaign: Campaign) -> None:
+        write_campaigns(args.output / RESULTS, [*campaigns, campaign])
+
     if name == RANDOM_MODEL:
         model = str(random_llama(cache_folder() / "models" / "bench-llama-125m"))
     else:
@@ -125,15 +156,13 @@ def _model(
     given = args.profile if name == plan.models[0] else None
     measured = args.output / f"profile-{_slug(name)}.yaml"
     profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
-    campaigns = []
     for workload in plan.workloads:
         lm = _batch_tokens(profile)
         limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
         top = args.top_rate or simulated_top
         say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
         with _all_systems(model, limits, with_vllm, say) as served:
-            campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say))
-    return campaigns
+            campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say, keep))
 
 
 @contextlib.contextmanager
@@ -153,28 +182,15 @@ def _write(campaigns: list[Campaign], transfer: str, folder: Path, say: Callable
     from distserve_tools.testbed.figures import draw
 
     texts, figures = [], []
-    document: dict[str, Any] = {"schema": "testbed/1", "campaigns": []}
     for campaign in campaigns:
         texts.append(report(campaign))
         prefix = f"{_slug(campaign.model)}-{campaign.workload.label}"
         figures += draw(campaign, folder / "figures", prefix)
-        document["campaigns"].append(_to_dict(campaign))
     texts.append(transfer)
-    (folder / "results.json").write_text(json.dumps(document))
+    write_campaigns(folder / RESULTS, campaigns)
     (folder / "report.md").write_text("\n".join(texts))
     sys.stdout.write("\n".join(texts))
-    say(f"wrote {folder / 'report.md'}, results.json and {len(figures)} figures")
-
-
-def _to_dict(campaign: Campaign) -> dict[str, Any]:
-    return {
-        "model": campaign.model,
-        "workload": {"name": campaign.workload.name, "scale": campaign.workload.scale},
-        "slos": {k: {"ttft_s": v.ttft_s, "tpot_s": v.tpot_s} for k, v in campaign.slos.items()},
-        "terms": {name: asdict(terms) for name, terms in campaign.terms.items()},
-        "lone": [run.to_dict() for run in campaign.lone.values()],
-        "runs": [run.to_dict() for run in campaign.runs],
-    }
+    say(f"wrote {folder / 'report.md'}, {RESULTS} and {len(figures)} figures")
 
 
 def _within_noise(campaign: Campaign, say: Callable[[str], None]) -> bool:

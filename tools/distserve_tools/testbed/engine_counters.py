@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from distserve.engine.step_times import StepClasses, StepSums, from_wire, to_wire
+from distserve.engine.step_times import StepClasses, StepSums, from_wire
 from distserve.serving.access import Access
 from distserve_tools.instance_caller import InstanceCaller
 
@@ -38,9 +37,6 @@ class EngineCount:
         """Of the busy time, what goes by outside the model: scheduling, bookkeeping, messages."""
         busy = self.totals["execute_s"] + self.totals["loop_s"]
         return self.totals["loop_s"] / busy if busy > 0 else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.totals, "step_times": to_wire(self.step_times)}
 
 
 Counters = Mapping[str, EngineCount]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -60,24 +59,6 @@ class Run:
         """Mean seconds of each stage over the requests that succeeded."""
         good = [r for r in self.records if r.ok]
         return {s: float(np.mean([r.stages.get(s, 0.0) for r in good])) if good else 0.0 for s in STAGES}
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the JSON file: every request, measured and predicted."""
-        requests: list[dict[str, Any]] = [record.to_log() for record in self.records]
-        for key, seen in (("predicted", self.predicted), ("predicted_at_pace", self.predicted_at_pace)):
-            if seen is not None:
-                for entry, ttft, tpot in zip(requests, seen.ttft_s, seen.tpot_s, strict=True):
-                    entry[key] = {"ttft_s": round(float(ttft), 6), "tpot_s": round(float(tpot), 6)}
-        return {
-            "system": self.system,
-            "rate_rps": self.rate_rps,
-            "repeat": self.repeat,
-            "generator_lag_p99_s": self.lag_p99_s,
-            "engines": {name: count.to_dict() for name, count in self.engines.items()},
-            "paces": {name: asdict(pace) for name, pace in self.paces.items()},
-            "cpu_s": {**self.cpu.parts, "other processes": self.cpu.others, "wall": self.cpu.wall},
-            "requests": requests,
-        }
 
 
 def idle_time(everybody: Iterable[Served], seconds: float) -> CpuSeconds:
