@@ -1,7 +1,8 @@
 """Linear layers with weights in the layout that the device's matrix product likes best.
 
-Measured on one core of an AMD EPYC (Zen 4), K = 768, N = 4096, weights from memory, microseconds per call:
+Measured on one core of an AMD EPYC, K = 768, N = 4096, weights from memory, microseconds per call:
 
+    Zen 4 (AVX-512)
     rows                      1      8      16      32      512
     fp32  F.linear (MKL)   1056   1756    2317    3454    36248
     fp32  oneDNN packed     807    831    1153    2171    28732
@@ -9,6 +10,14 @@ Measured on one core of an AMD EPYC (Zen 4), K = 768, N = 4096, weights from mem
     bf16  F.linear          967    913    1143    1540    15883
     bf16  oneDNN packed     432    515     678    1163    15079
     bf16  C kernel          201    239     537     933    15250
+
+    Zen 3 (AVX2)
+    rows                      1      8      16      32      512
+    fp32  F.linear (MKL)   1156   3123    3791    5009    41838
+    fp32  oneDNN packed    1449   2063    2810    4047    41879
+    fp32  C kernel         1359   1234    1453    2519    43631
+    bf16  F.linear          911   5654       -   21729        -
+    bf16  C kernel          636   1113       -    4405        -
 
 The C kernel (csrc/gemm.c) streams the weights at the memory's full rate for few rows and multiplies at the
 core's full rate for many. The packed copy replaces the plain weight, so memory does not double. torch's
@@ -30,7 +39,6 @@ from distserve_kernels import compiled, memory
 from distserve_kernels.cpu import SUFFIX, bind
 
 PACK_ROWS_HINT = 32  # oneDNN picks its blocking for this many rows; it serves every other count well
-PANEL = 32  # outputs per panel of the C kernel's layout
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
@@ -39,8 +47,8 @@ class PackedLinear:
     """y = x W^T + b for x [..., K]; W [N, K] is packed once at construction and need not be kept by the
     caller.
 
-    `name` says which product was chosen: "c" (fp32 on CPUs with AVX-512), "onednn" (other CPUs and bf16) or
-    "torch" (`F.linear`, everything else).
+    `name` says which product was chosen: "c" (CPUs with AVX2 or AVX-512), "onednn" (other CPUs) or "torch"
+    (`F.linear`, everything else).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -99,7 +107,7 @@ class _OneDnnProduct:
 
 
 class _CProduct:
-    """Panels of 32 outputs in huge pages, for csrc/gemm.c."""
+    """Panels of outputs in huge pages, for csrc/gemm.c."""
 
     def __init__(
         self, kernels: _Kernels, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int
@@ -118,7 +126,7 @@ class _CProduct:
             return None
         outputs, inputs = weight.shape
         depth = 4 // weight.dtype.itemsize  # inputs that lie together
-        shape = (-(-outputs // PANEL), -(-inputs // depth), PANEL, depth)
+        shape = (-(-outputs // kernels.panel), -(-inputs // depth), kernels.panel, depth)
         weight, packed = weight.contiguous(), memory.zeros(shape, weight.dtype)
         kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
         return cls(kernels, packed, bias, outputs, inputs)
@@ -148,6 +156,7 @@ class _CProduct:
 
 @dataclass(frozen=True)
 class _Kernels:
+    panel: int  # outputs that lie together
     pack: Callable[..., None]
     multiply: Callable[..., int]
 
@@ -155,10 +164,11 @@ class _Kernels:
 @lru_cache(maxsize=4)
 def _kernels(dtype: torch.dtype) -> _Kernels | None:
     library, suffix = compiled.library(), SUFFIX.get(dtype)
-    if library is None or suffix is None or not library[f"gemm_native_{suffix}"]():
+    panel = library[f"gemm_panel_{suffix}"]() if library is not None and suffix is not None else 0
+    if library is None or panel == 0:
         return None
     pack = bind(library, f"gemm_pack_{suffix}", (_POINTER, _POINTER, _LONG, _LONG))
     multiply = library[f"gemm_{suffix}"]
     multiply.argtypes = (_POINTER, _LONG, *[_POINTER] * 3, _INT, _LONG, _LONG, _INT)
     multiply.restype = _INT
-    return _Kernels(pack, multiply)
+    return _Kernels(panel, pack, multiply)

@@ -12,15 +12,15 @@ EXPORT void FN(gemm_pack)(const T *w, T *packed, int64_t outputs, int64_t inputs
 /* y[rows][PANEL] (+)= x w over `depth` steps. `next` is prefetched, the lines of one step every `every` steps. */
 INLINE void FN(tile)(const T *x, int64_t x_stride, const T *w, const T *next, int every, int depth, float *y,
                      const int rows, int begin) {
-    v16f acc[TILE][2];
+    vfloat acc[TILE][2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++) {
         acc[i][0] = begin ? splat(0) : load_float(y + i * PANEL);
         acc[i][1] = begin ? splat(0) : load_float(y + i * PANEL + LANES);
     }
     for (int k0 = 0; k0 < depth; k0 += every) {
-        __builtin_prefetch(next, 0, 2);
-        __builtin_prefetch(next + LANES * DEPTH, 0, 2);
+        for (size_t line = 0; line < PANEL * DEPTH * sizeof(T); line += 64)
+            __builtin_prefetch((const char *)next + line, 0, 2);
         next += PANEL * DEPTH;
         const int stop = k0 + every < depth ? k0 + every : depth;
         for (int k = k0; k < stop; k++) {
@@ -46,9 +46,9 @@ INLINE void FN(tile)(const T *x, int64_t x_stride, const T *w, const T *next, in
 static void FN(any_tile)(const T *x, int64_t x_stride, const T *w, const T *next, int every, int depth, float *y,
                          int rows, int begin) {
     switch (rows) {
-        ROWS(1) ROWS(2)
-#ifdef __AVX512F__
-        ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if REGISTERS == 32
+        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif
     }
 }
@@ -77,7 +77,7 @@ static void FN(finish)(const float *part, const T *bias, T *y, int64_t y_stride,
                 y[r * y_stride + j] = FN(narrow)(part[r * PANEL + j] + (bias ? FN(widen)(bias[j]) : 0.0f));
         return;
     }
-    const v16f b0 = bias ? FN(load)(bias) : splat(0), b1 = bias ? FN(load)(bias + LANES) : splat(0);
+    const vfloat b0 = bias ? FN(load)(bias) : splat(0), b1 = bias ? FN(load)(bias + LANES) : splat(0);
     for (int r = 0; r < rows; r++) {
         FN(store)(y + r * y_stride, load_float(part + r * PANEL) + b0);
         FN(store)(y + r * y_stride + LANES, load_float(part + r * PANEL + LANES) + b1);

@@ -6,7 +6,7 @@ EXPORT void FN(rms_norm)(const T *x, int64_t x_stride, T *residual, const T *wei
     for (int64_t r = 0; r < rows; r++) {
         const T *row = x + r * x_stride;
         T *to = out + r * n;
-        v16f squares = splat(0);
+        vfloat squares = splat(0);
         float rest = 0;
         int i = 0;
         if (residual) {
@@ -16,11 +16,11 @@ EXPORT void FN(rms_norm)(const T *x, int64_t x_stride, T *residual, const T *wei
             row = sum;
         }
         for (i = 0; i + LANES <= n; i += LANES) {
-            v16f part = FN(load)(row + i);
+            vfloat part = FN(load)(row + i);
             squares += part * part;
         }
         for (; i < n; i++) rest += FN(widen)(row[i]) * FN(widen)(row[i]);
-        const float scale = 1.0f / sqrtf((sum16(squares) + rest) / n + eps);
+        const float scale = 1.0f / sqrtf((vsum(squares) + rest) / n + eps);
         for (i = 0; i + LANES <= n; i += LANES) FN(store)(to + i, FN(load)(row + i) * scale * FN(load)(weight + i));
         for (; i < n; i++) to[i] = FN(narrow)(FN(widen)(row[i]) * scale * FN(widen)(weight[i]));
     }
@@ -33,8 +33,8 @@ EXPORT void FN(silu_mul)(const T *x, int64_t x_stride, T *out, int64_t rows, int
         T *to = out + r * n;
         int i = 0;
         for (; i + LANES <= n; i += LANES) {
-            v16f g = FN(load)(gate + i);
-            FN(store)(to + i, g / (1.0f + exp16(-g)) * FN(load)(up + i));
+            vfloat g = FN(load)(gate + i);
+            FN(store)(to + i, g / (1.0f + vexp(-g)) * FN(load)(up + i));
         }
         for (; i < n; i++) {
             float g = FN(widen)(gate[i]);
@@ -49,7 +49,7 @@ INLINE void FN(rotate_row)(T *x, int heads, int dim, const float *cosine, const 
         T *a = x, *b = x + half;
         int i = 0;
         for (; i + LANES <= half; i += LANES) {
-            v16f p = FN(load)(a + i), q = FN(load)(b + i), c = load_float(cosine + i), s = load_float(sine + i);
+            vfloat p = FN(load)(a + i), q = FN(load)(b + i), c = load_float(cosine + i), s = load_float(sine + i);
             FN(store)(a + i, p * c - q * s);
             FN(store)(b + i, q * c + p * s);
         }

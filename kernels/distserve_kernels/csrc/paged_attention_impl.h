@@ -2,26 +2,30 @@
 
 /* s[g][0..block_size) = q[g] . k[., token] for one head of one block; the same place at `next` is prefetched. */
 INLINE void FN(block_scores)(const T *k, const T *next, const float *q, int dim, int block_size, int group, float *s) {
-    for (int t = 0; t < block_size; t += LANES) {
-        v16f acc[MAX_GROUP];
-        for (int g = 0; g < group; g++) acc[g] = splat(0);
+    for (int t = 0; t < block_size; t += SPAN * LANES) {
+        vfloat acc[SCORE_HEADS][SPAN];
+        for (int g = 0; g < group; g++)
+            for (int i = 0; i < SPAN; i++) acc[g][i] = splat(0);
         for (int d = 0; d < dim; d++) {
-            v16f key = FN(load)(k + d * block_size + t);
+            vfloat key[SPAN];
             __builtin_prefetch(next + d * block_size + t, 0, 2);
-            for (int g = 0; g < group; g++) acc[g] += key * q[g * MAX_HEAD_DIM + d];
+            for (int i = 0; i < SPAN; i++) key[i] = FN(load)(k + d * block_size + t + i * LANES);
+            for (int g = 0; g < group; g++)
+                for (int i = 0; i < SPAN; i++) acc[g][i] += key[i] * q[g * MAX_HEAD_DIM + d];
         }
-        for (int g = 0; g < group; g++) store_float(s + g * CHUNK + t, acc[g]);
+        for (int g = 0; g < group; g++)
+            for (int i = 0; i < SPAN; i++) store_float(s + g * CHUNK + t + i * LANES, acc[g][i]);
     }
 }
 
-/* out[g][0..16 * vectors) += sum over tokens of p[g][token] * v[token][.], for one head of one block. */
+/* out[g][0..LANES * vectors) += sum over tokens of p[g][token] * v[token][.], for one head of one block. */
 INLINE void FN(block_values)(const T *v, const T *next, int tokens, int dim, int group, int vectors, const float *p,
                              float *out) {
-    v16f acc[4][4];
+    vfloat acc[4][VALUE_VECTORS];
     for (int g = 0; g < group; g++)
         for (int i = 0; i < vectors; i++) acc[g][i] = load_float(out + g * MAX_HEAD_DIM + i * LANES);
     for (int t = 0; t < tokens; t++) {
-        v16f value[4];
+        vfloat value[VALUE_VECTORS];
         for (int i = 0; i < vectors; i++) {
             value[i] = FN(load)(v + t * dim + i * LANES);
             __builtin_prefetch(next + t * dim + i * LANES, 0, 2);
@@ -34,27 +38,37 @@ INLINE void FN(block_values)(const T *v, const T *next, int tokens, int dim, int
 }
 
 #define SCORES(n) \
-    case n: FN(block_scores)(k, next, q, dim, block_size, n, s); break;
+    case n: FN(block_scores)(k, next, q + g * MAX_HEAD_DIM, dim, block_size, n, s + g * CHUNK); break;
 static void FN(scores)(const T *k, const T *next, const float *q, int dim, int block_size, int group, float *s) {
-    switch (group) { SCORES(1) SCORES(2) SCORES(3) SCORES(4) SCORES(5) SCORES(6) SCORES(7) SCORES(8) }
+    for (int g = 0; g < group; g += SCORE_HEADS)
+        switch (group - g < SCORE_HEADS ? group - g : SCORE_HEADS) {
+            SCORES(1) SCORES(2) SCORES(3) SCORES(4)
+#if SCORE_HEADS == 8
+            SCORES(5) SCORES(6) SCORES(7) SCORES(8)
+#endif
+        }
 }
 #undef SCORES
 
 #define VALUES(n, m) \
     case 10 * n + m: FN(block_values)(v, next, tokens, dim, n, m, p, out); break;
-#define VALUES4(n) VALUES(n, 1) VALUES(n, 2) VALUES(n, 3) VALUES(n, 4)
+#if VALUE_VECTORS == 4
+#define ALL_VALUES(n) VALUES(n, 1) VALUES(n, 2) VALUES(n, 3) VALUES(n, 4)
+#else
+#define ALL_VALUES(n) VALUES(n, 1) VALUES(n, 2)
+#endif
 static void FN(values_part)(const T *v, const T *next, int tokens, int dim, int group, int vectors, const float *p,
                             float *out) {
-    switch (10 * group + vectors) { VALUES4(1) VALUES4(2) VALUES4(3) VALUES4(4) }
+    switch (10 * group + vectors) { ALL_VALUES(1) ALL_VALUES(2) ALL_VALUES(3) ALL_VALUES(4) }
 }
 #undef VALUES
-#undef VALUES4
+#undef ALL_VALUES
 
-/* As block_values, for any group and any head dimension: in parts of 4 heads by 64 values, then the last dim % 16. */
+/* As block_values, for any group and any head dimension: in parts of 4 heads by VALUE_VECTORS vectors, then the last dim % LANES. */
 static void FN(values)(const T *v, const T *next, int tokens, int dim, int group, const float *p, float *out) {
     const int whole = dim / LANES * LANES;
-    for (int d = 0; d < whole; d += 4 * LANES) {
-        const int vectors = (whole - d) / LANES < 4 ? (whole - d) / LANES : 4;
+    for (int d = 0; d < whole; d += VALUE_VECTORS * LANES) {
+        const int vectors = (whole - d) / LANES < VALUE_VECTORS ? (whole - d) / LANES : VALUE_VECTORS;
         for (int g = 0; g < group; g += 4)
             FN(values_part)(v + d, next + d, tokens, dim, group - g < 4 ? group - g : 4, vectors, p + g * CHUNK,
                             out + g * MAX_HEAD_DIM + d);
@@ -88,7 +102,7 @@ INLINE const T *FN(page)(const FN(walk) *w, int i) {
 }
 
 /* Turns the scores of one row into probabilities, 0 outside the visible [low, high), and rescales what was accumulated
- * so far. `width` is a multiple of 16. */
+ * so far. `width` is a multiple of LANES. */
 static void FN(chunk_softmax)(float *s, int low, int high, int width, int dim, float *top, float *total, float *out) {
     if (high <= low) {
         memset(s, 0, sizeof(float) * width);
@@ -96,20 +110,20 @@ static void FN(chunk_softmax)(float *s, int low, int high, int width, int dim, f
     }
     for (int t = 0; t < low; t++) s[t] = -INFINITY;
     for (int t = high; t < width; t++) s[t] = -INFINITY;
-    v16f most = splat(-INFINITY);
-    for (int t = 0; t < width; t += LANES) most = max16(most, load_float(s + t));
-    float new_top = top16(most);
+    vfloat most = splat(-INFINITY);
+    for (int t = 0; t < width; t += LANES) most = vmax(most, load_float(s + t));
+    float new_top = vtop(most);
     if (new_top < *top) new_top = *top;
-    const float shrink = *top == -INFINITY ? 0.0f : exp16(splat(*top - new_top))[0];
-    v16f sum = splat(0);
+    const float shrink = *top == -INFINITY ? 0.0f : vexp(splat(*top - new_top))[0];
+    vfloat sum = splat(0);
     for (int t = 0; t < width; t += LANES) {
-        v16f p = exp16(load_float(s + t) - new_top);
+        vfloat p = vexp(load_float(s + t) - new_top);
         store_float(s + t, p);
         sum += p;
     }
     if (shrink != 1.0f)
         for (int d = 0; d < dim; d++) out[d] *= shrink;
-    *total = *total * shrink + sum16(sum);
+    *total = *total * shrink + vsum(sum);
     *top = new_top;
 }
 

@@ -1,23 +1,24 @@
 /* Prefill attention, included once per element type after paged_attention_impl.h. No include guard, on purpose.
  *
- * A tile is 12 rows, a row being one query head of one token; all rows of a tile share a KV head, so that grouped
- * queries share its loads. A K page is [D][block_size] and a V page [block_size][D]: both are the packed right-hand
- * sides of small matrix products already, and are used in place. Whole prompts and chunks that attend to earlier pages
- * are the same to this code. */
+ * A tile is 12 rows (6 where there are 16 registers), a row being one query head of one token; all rows of a tile share a
+ * KV head, so that grouped queries share its loads. A K page is [D][block_size] and a V page [block_size][D]: both are
+ * the packed right-hand sides of small matrix products already, and are used in place. Whole prompts and chunks that
+ * attend to earlier pages are the same to this code. */
 
 #ifndef PREFILL_SIZES
 #define PREFILL_SIZES
-#define TILE_ROWS 12
+#define TILE_ROWS (REGISTERS == 32 ? 12 : 6) /* two accumulators each */
+#define VALUE_ROWS 6                         /* VALUE_VECTORS accumulators each */
 #define TILE_KEYS 128 /* keys per softmax chunk, and the largest block */
 #endif
 
-/* s[r][0..16) and s[r][16..32) = q[r] . K for two vectors of 16 keys. */
+/* s[r][0..LANES) and s[r][LANES..2 * LANES) = q[r] . K for two vectors of keys. */
 INLINE void FN(tile_scores)(const T *k0, const T *k1, int k_stride, const float *q, int dim, const int rows, float *s) {
-    v16f acc[TILE_ROWS][2];
+    vfloat acc[TILE_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0);
     for (int d = 0; d < dim; d++) {
-        const v16f a = FN(load)(k0 + d * k_stride), b = FN(load)(k1 + d * k_stride);
+        const vfloat a = FN(load)(k0 + d * k_stride), b = FN(load)(k1 + d * k_stride);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             acc[r][0] += a * q[r * MAX_HEAD_DIM + d];
@@ -31,10 +32,10 @@ INLINE void FN(tile_scores)(const T *k0, const T *k1, int k_stride, const float 
     }
 }
 
-/* out[r][0..16 * vectors) += p[r] V over the keys of one chunk, for up to 6 rows. */
+/* out[r][0..LANES * vectors) += p[r] V over the keys of one chunk, for up to VALUE_ROWS rows. */
 INLINE void FN(tile_values)(const T *pages, size_t stride, const int32_t *table, int keys, int dim, int block_size,
                             const float *p, float *out, const int rows, const int vectors) {
-    v16f acc[6][4];
+    vfloat acc[VALUE_ROWS][VALUE_VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -43,7 +44,7 @@ INLINE void FN(tile_values)(const T *pages, size_t stride, const int32_t *table,
         const T *v = pages + table[t0 / block_size] * stride;
         const int here = keys - t0 < block_size ? keys - t0 : block_size;
         for (int t = 0; t < here; t++, v += dim) {
-            v16f value[4];
+            vfloat value[VALUE_VECTORS];
 #pragma GCC unroll 4
             for (int i = 0; i < vectors; i++) value[i] = FN(load)(v + i * LANES);
 #pragma GCC unroll 6
@@ -59,18 +60,21 @@ INLINE void FN(tile_values)(const T *pages, size_t stride, const int32_t *table,
 }
 
 #define TILE_VALUES(n) \
-    case n: FN(tile_values)(pages + d, stride, table, keys, dim, block_size, p, out + d, 6, n); break;
-/* All of a head's values for 6 rows. */
+    case n: FN(tile_values)(pages + d, stride, table, keys, dim, block_size, p, out + d, VALUE_ROWS, n); break;
+/* All of a head's values for VALUE_ROWS rows. */
 static void FN(chunk_values)(const T *pages, size_t stride, const int32_t *table, int keys, int dim, int block_size,
                              const float *p, float *out) {
     const int whole = dim / LANES * LANES;
-    for (int d = 0; d < whole; d += 4 * LANES)
-        switch ((whole - d) / LANES < 4 ? (whole - d) / LANES : 4) {
-            TILE_VALUES(1) TILE_VALUES(2) TILE_VALUES(3) TILE_VALUES(4)
+    for (int d = 0; d < whole; d += VALUE_VECTORS * LANES)
+        switch ((whole - d) / LANES < VALUE_VECTORS ? (whole - d) / LANES : VALUE_VECTORS) {
+            TILE_VALUES(1) TILE_VALUES(2)
+#if VALUE_VECTORS == 4
+            TILE_VALUES(3) TILE_VALUES(4)
+#endif
         }
     for (int t = 0; t < keys && whole < dim; t++) {
         const T *v = pages + table[t / block_size] * stride + t % block_size * dim;
-        for (int r = 0; r < 6; r++)
+        for (int r = 0; r < VALUE_ROWS; r++)
             for (int d = whole; d < dim; d++) out[r * MAX_HEAD_DIM + d] += FN(widen)(v[d]) * p[r * TILE_KEYS + t];
     }
 }
@@ -120,7 +124,7 @@ static void FN(prefill_tile)(const FN(prompt) *p, int first, int rows) {
             const int high = position + 1 - begin < width ? position + 1 - begin : width;
             FN(chunk_softmax)(s + r * TILE_KEYS, low, high, width, dim, top + r, total + r, out + r * MAX_HEAD_DIM);
         }
-        for (int r = 0; r < rows; r += 6)
+        for (int r = 0; r < rows; r += VALUE_ROWS)
             FN(chunk_values)(p->value_pages + p->offset, p->stride, table, keys, dim, size, s + r * TILE_KEYS, out + r * MAX_HEAD_DIM);
     }
     for (int r = 0; r < rows; r++) {

@@ -16,10 +16,10 @@
 
 EXPORT void argmax_float(const float *x, int64_t stride, int rows, int vocabulary, int64_t *tokens) {
     for (int r = 0; r < rows; r++, x += stride) {
-        v16f most = splat(-INFINITY);
+        vfloat most = splat(-INFINITY);
         int i = 0;
-        for (; i + LANES <= vocabulary; i += LANES) most = max16(most, load_float(x + i));
-        float top = top16(most);
+        for (; i + LANES <= vocabulary; i += LANES) most = vmax(most, load_float(x + i));
+        float top = vtop(most);
         for (; i < vocabulary; i++) top = x[i] > top ? x[i] : top;
         int at = 0;
         while (at < vocabulary - 1 && x[at] != top) at++;
@@ -59,21 +59,21 @@ typedef struct {
 } scratch;
 
 static void weigh(const float *x, int n, float temperature, float *weights) {
-    v16f most = splat(-INFINITY);
+    vfloat most = splat(-INFINITY);
     int i = 0;
-    for (; i + LANES <= n; i += LANES) most = max16(most, load_float(x + i));
-    float top = top16(most);
+    for (; i + LANES <= n; i += LANES) most = vmax(most, load_float(x + i));
+    float top = vtop(most);
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
     const float inverse = 1.0f / (temperature > COLDEST ? temperature : COLDEST);
-    for (i = 0; i + LANES <= n; i += LANES) store_float(weights + i, exp16((load_float(x + i) - top) * inverse));
+    for (i = 0; i + LANES <= n; i += LANES) store_float(weights + i, vexp((load_float(x + i) - top) * inverse));
     for (; i < n; i++) weights[i] = expf((x[i] - top) * inverse);
 }
 
 static double part_sum(const float *w, int n) {
-    v16f sum = splat(0);
+    vfloat sum = splat(0);
     int i = 0;
     for (; i + LANES <= n; i += LANES) sum += load_float(w + i);
-    double total = sum16(sum);
+    double total = vsum(sum);
     for (; i < n; i++) total += w[i];
     return total;
 }
