@@ -23,8 +23,8 @@ uvicorn = pytest.importorskip("uvicorn")
 class Double:
     """An ASGI application that streams `tokens` events, or one error."""
 
-    def __init__(self, *, ids: bool = False, status: int = 200, fail_at: int | None = None) -> None:
-        self.ids, self.status, self.fail_at = ids, status, fail_at
+    def __init__(self, *, status: int = 200, fail_at: int | None = None) -> None:
+        self.status, self.fail_at = status, fail_at
         self.bodies: list[dict[str, Any]] = []
         self.release = threading.Event()
         self.release.set()
@@ -45,12 +45,12 @@ class Double:
         if self.status != 200:
             await send({"type": "http.response.body", "body": b"no such model"})
             return
-        async for event in self._events(body["max_tokens"]):
+        async for event in self._events(body["max_tokens"], body.get("return_token_ids", False)):
             data = f"data: {event}\n\n".encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _events(self, tokens: int) -> AsyncIterator[str]:
+    async def _events(self, tokens: int, ids: bool) -> AsyncIterator[str]:
         while not self.release.is_set():
             await asyncio.sleep(0.005)
         for i in range(tokens):
@@ -58,7 +58,7 @@ class Double:
                 yield json.dumps({"error": {"message": "engine died"}})
                 return
             choice: dict[str, Any] = {"index": 0, "text": f"t{i}\u0085\u2028"}  # no ends of lines
-            if self.ids:
+            if ids:
                 choice["token_ids"] = [i, i]
             yield json.dumps({"choices": [choice]}, ensure_ascii=False)
             await asyncio.sleep(0.01)
@@ -82,10 +82,10 @@ def served(app: Double) -> Iterator[str]:
         thread.join(10.0)
 
 
-def send(url: str, tokens: int = 4) -> Record:
+def send(url: str, tokens: int = 4, token_ids: bool = False) -> Record:
     async def main() -> Record:
         start = time.monotonic()
-        target = OpenAITarget([url], "model", start, 20.0)
+        target = OpenAITarget([url], "model", start, 20.0, token_ids)
         one = Record(0, 0.0, 3)
         await target.send(Job([5, 6, 7], tokens), one)
         await target.close()
@@ -108,8 +108,8 @@ def test_every_event_with_text_is_one_token() -> None:
 
 
 def test_token_ids_are_counted_where_they_are_told() -> None:
-    with served(Double(ids=True)) as url:
-        assert send(url).token_counts == [2, 2, 2, 2]
+    with served(Double()) as url:
+        assert send(url, token_ids=True).token_counts == [2, 2, 2, 2]
 
 
 def test_refusals_and_errors_in_the_stream_are_failures() -> None:

@@ -17,13 +17,19 @@ class OpenAITarget:
 
     With several base URLs a request goes to the one with the fewest outstanding ones (what a user's load
     balancer would do). One server-sent event with text counts as one token unless it carries `token_ids`.
+
+    token_ids: asks for those, which vLLM can send: tokens that are no text yet count, too, and the server needs
+    no tokenizer.
     """
 
-    def __init__(self, urls: Sequence[str], model: str, start_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], model: str, start_s: float, timeout_s: float, token_ids: bool = False
+    ) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout_s), limits=limits)
         self._outstanding = dict.fromkeys(urls, 0)
         self._model = model
+        self._options = {"return_token_ids": True} if token_ids else {}
         self._start_s = start_s
 
     async def close(self) -> None:
@@ -38,6 +44,7 @@ class OpenAITarget:
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
+            **self._options,
         }
         self._outstanding[url] += 1
         try:

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     except START_ERRORS as error:
         sys.stderr.write(f"distserve testbed: {error}\n")
         return 1
-    transfers = transfers_text(*measured_transfers(campaigns[0].model, lines.say))
+    transfers = transfers_text(*measured_transfers(_model(plan.models[0], lines.say), lines.say))
     _write(campaigns, "## KV transfer\n\n" + transfers, args.output, lines.say)
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
@@ -126,6 +126,14 @@ def _simulate(args: argparse.Namespace, workloads: Sequence[ScaledWorkload]) -> 
     limits = EngineLimits(_batch_tokens(profile), 256)
     sys.stdout.write(simulated_goodputs(profile, workloads, limits) + "\n")
     return 0
+
+
+def _model(name: str, say: Callable[[str], None]) -> str:
+    """What a placement calls one of `TestbedPlan.models`, which is made if it is not there."""
+    if name == RANDOM_MODEL:
+        return str(random_llama(cache_folder() / "models" / "bench-llama-125m"))
+    ensure_demo_model(say)
+    return name
 
 
 def _batch_tokens(profile: Profile) -> int:
@@ -148,11 +156,7 @@ def _measure(
     def keep(campaign: Campaign) -> None:
         write_campaigns(args.output / RESULTS, [*campaigns, campaign])
 
-    if name == RANDOM_MODEL:
-        model = str(random_llama(cache_folder() / "models" / "bench-llama-125m"))
-    else:
-        ensure_demo_model(say)
-        model = name
+    model = _model(name, say)
     given = args.profile if name == plan.models[0] else None
     measured = args.output / f"profile-{_slug(name)}.yaml"
     profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))

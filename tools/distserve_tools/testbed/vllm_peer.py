@@ -22,6 +22,7 @@ VLLM = "vllm"
 NAME = "model"
 _START_S = 900.0  # torch.compile, on one core each
 _STOP_S = 20.0
+LOG_LINES = 15
 
 
 @contextlib.contextmanager
@@ -35,18 +36,19 @@ def vllm_serving(
     python = peer_python(VLLM, {}, cache_folder() / "peers", say)
     with contextlib.ExitStack() as stack:
         ports = free_ports(2)
+        logs = [folder / f"vllm-{core}.log" for core in cores()]
         servers = [
-            stack.enter_context(_server(python, model, limits, core, port, folder))
-            for core, port in zip(cores(), ports, strict=True)
+            stack.enter_context(_server(python, model, limits, core, port, log))
+            for core, port, log in zip(cores(), ports, logs, strict=True)
         ]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         deadline = time.monotonic() + _START_S
-        for server, port in zip(servers, ports, strict=True):
-            _wait(server, port, deadline, folder)
+        for server, port, log in zip(servers, ports, logs, strict=True):
+            _wait(server, port, deadline, log)
         yield Served(
             VLLM,
             tuple(server.pid for server in servers),
-            lambda start_s, timeout_s: OpenAITarget(urls, NAME, start_s, timeout_s),
+            lambda start_s, timeout_s: OpenAITarget(urls, NAME, start_s, timeout_s, token_ids=True),
             0,
             dict,
         )
@@ -54,12 +56,14 @@ def vllm_serving(
 
 @contextlib.contextmanager
 def _server(
-    python: str, model: Path, limits: EngineLimits, core: int, port: int, folder: Path
+    python: str, model: Path, limits: EngineLimits, core: int, port: int, log_path: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [python, die_with_parent.__file__, str(os.getpid()), python, "-m"]
     command += ["vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", NAME]
     command += ["--dtype", "float32", "--port", str(port), "--host", "127.0.0.1"]
     command += ["--max-num-seqs", str(limits.max_batch_size), "--max-model-len", "2048"]
+    if not (model / "tokenizer.json").exists():
+        command += ["--skip-tokenizer-init"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
@@ -67,7 +71,7 @@ def _server(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    with (folder / f"vllm-{core}.log").open("wb") as log:
+    with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -90,10 +94,14 @@ def _server(
             straggler.kill()
 
 
-def _wait(server: subprocess.Popen[bytes], port: int, deadline: float, folder: Path) -> None:
+def _wait(server: subprocess.Popen[bytes], port: int, deadline: float, log: Path) -> None:
     while not http_ok(f"127.0.0.1:{port}", "/health"):
+        problem = ""
         if server.poll() is not None:
-            raise ConfigError(f"vllm: a server ended with code {server.returncode}; its logs: {folder}")
-        if time.monotonic() > deadline:
-            raise ConfigError(f"vllm: no server after {_START_S:.0f} s; its logs: {folder}")
+            problem = f"a server ended with code {server.returncode}"
+        elif time.monotonic() > deadline:
+            problem = f"no server after {_START_S:.0f} s"
+        if problem:  # the log's folder goes with the run
+            last = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+            raise ConfigError("\n  ".join([f"vllm: {problem}; the end of its log:", *last]))
         time.sleep(0.5)
