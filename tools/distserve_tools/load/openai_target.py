@@ -18,8 +18,8 @@ class OpenAITarget:
     With several base URLs a request goes to the one with the fewest outstanding ones (what a user's load
     balancer would do). One server-sent event with text counts as one token unless it carries `token_ids`.
 
-    token_ids: asks for those, which vLLM can send: tokens that are no text yet count, too, and the server needs
-    no tokenizer.
+    token_ids: asks for those, which vLLM can send: tokens that are no text yet count, too, and the server
+    needs no tokenizer.
     """
 
     def __init__(
