@@ -19,6 +19,7 @@ from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
 from distserve_planner.placement_file import parse_placement
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
+from distserve_tools.cli import main
 from distserve_tools.load.record import Record
 from distserve_tools.testbed import lone_engine, systems
 from distserve_tools.testbed.campaign import (
@@ -421,6 +422,18 @@ def test_a_campaign_under_way_is_reported_without_the_rate_that_is_not_whole(tmp
     (found,) = read_campaigns(tmp_path / "results.json")
     assert found.rates == [1.0, 2.0]
     assert "| disaggregated, at the run's pace | " in report(found)
+
+
+def test_a_report_made_again_goes_beside_what_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    kept = campaign()
+    for run in kept.lone.values():
+        run.engines = kept.runs[0].engines if run.system == DISAGGREGATED else {}
+    write_campaigns(tmp_path / "results.json", [kept])
+    assert main(["testbed", "--again", str(tmp_path / "results.json")]) == 0
+    assert (tmp_path / "report.md").read_text() == capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

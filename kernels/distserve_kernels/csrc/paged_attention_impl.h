@@ -64,7 +64,8 @@ static void FN(values_part)(const T *v, const T *next, int tokens, int dim, int 
 #undef VALUES
 #undef ALL_VALUES
 
-/* As block_values, for any group and any head dimension: in parts of 4 heads by VALUE_VECTORS vectors, then the last dim % LANES. */
+/* As block_values, for any group and any head dimension: in parts of 4 heads by VALUE_VECTORS vectors, then the last
+ * dim % LANES values. */
 static void FN(values)(const T *v, const T *next, int tokens, int dim, int group, const float *p, float *out) {
     const int whole = dim / LANES * LANES;
     for (int d = 0; d < whole; d += VALUE_VECTORS * LANES) {

@@ -1,7 +1,7 @@
 /* Prefill attention, included once per element type after paged_attention_impl.h. No include guard, on purpose.
  *
- * A tile is 12 rows (6 where there are 16 registers), a row being one query head of one token; all rows of a tile share a
- * KV head, so that grouped queries share its loads. A K page is [D][block_size] and a V page [block_size][D]: both are
+ * A tile is 12 rows (6 where there are 16 registers), a row being one query head of one token; all rows of a tile share
+ * a KV head, so that grouped queries share its loads. A K page is [D][block_size] and a V page [block_size][D]: both are
  * the packed right-hand sides of small matrix products already, and are used in place. Whole prompts and chunks that
  * attend to earlier pages are the same to this code. */
 
@@ -9,7 +9,7 @@
 #define PREFILL_SIZES
 #define TILE_ROWS (REGISTERS == 32 ? 12 : 6) /* two accumulators each */
 #define VALUE_ROWS 6                         /* VALUE_VECTORS accumulators each */
-#define TILE_KEYS 128 /* keys per softmax chunk, and the largest block */
+#define TILE_KEYS 128                        /* keys per softmax chunk, and the largest block */
 #endif
 
 /* s[r][0..LANES) and s[r][LANES..2 * LANES) = q[r] . K for two vectors of keys. */

@@ -28,7 +28,7 @@ from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
 
-RESULTS = "results.json"
+FOLDER, RESULTS = Path("build/testbed"), "results.json"
 SHORTEST_BATCH = 64  # tokens; a smaller Lm would make batches of prompts pointless
 
 EXAMPLES = """\
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TestbedPlan.models,
         help="measure this one (both of them; with --quick: the first)",
     )
-    parser.add_argument("--output", type=Path, default=Path("build/testbed"), help="folder (%(default)s)")
+    parser.add_argument("--output", type=Path, help=f"folder ({FOLDER}; with --again: that of RESULTS)")
     parser.add_argument("--profile", type=Path, help="step times of the (first) model, instead of measuring")
     parser.add_argument("--run-s", type=float, help="seconds of load per run")
     parser.add_argument(
@@ -90,25 +90,26 @@ def run(args: argparse.Namespace) -> int:
     if args.model:
         plan = replace(plan, models=(args.model,))
     if args.again:
-        return _again(args.again, args.output)
+        return _again(args.again, args.output or args.again.parent)
     if args.simulate:
         return _simulate(args, plan.workloads if args.workload else WORKLOADS)
     lines = StepLines()
     cores()
-    args.output.mkdir(parents=True, exist_ok=True)
+    folder = args.output or FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
     with_vllm = args.vllm or not (args.quick or args.no_vllm)
     campaigns: list[Campaign] = []
-    results = args.output / RESULTS
+    results = folder / RESULTS
     lines.say(f"runs are kept in {results}; should this break off: distserve testbed --again {results}")
     try:
         with signals_interrupt():
             for name in plan.models:
-                _measure(plan, name, args, with_vllm, campaigns, lines.say)
+                _measure(plan, name, args, folder, with_vllm, campaigns, lines.say)
     except START_ERRORS as error:
         sys.stderr.write(f"distserve testbed: {error}\n")
         return 1
     transfers = transfers_text(*measured_transfers(_model(plan.models[0], lines.say), lines.say))
-    _write(campaigns, "## KV transfer\n\n" + transfers, args.output, lines.say)
+    _write(campaigns, "## KV transfer\n\n" + transfers, folder, lines.say)
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
 
@@ -144,6 +145,7 @@ def _measure(
     plan: TestbedPlan,
     name: str,
     args: argparse.Namespace,
+    folder: Path,
     with_vllm: bool,
     campaigns: list[Campaign],
     say: Callable[[str], None],
@@ -154,11 +156,11 @@ def _measure(
     """
 
     def keep(campaign: Campaign) -> None:
-        write_campaigns(args.output / RESULTS, [*campaigns, campaign])
+        write_campaigns(folder / RESULTS, [*campaigns, campaign])
 
     model = _model(name, say)
     given = args.profile if name == plan.models[0] else None
-    measured = args.output / f"profile-{_slug(name)}.yaml"
+    measured = folder / f"profile-{_slug(name)}.yaml"
     profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
     for workload in plan.workloads:
         lm = _batch_tokens(profile)
