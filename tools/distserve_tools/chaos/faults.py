@@ -97,14 +97,14 @@ class _Load:
         return streaming(self._deployment, self._jobs, self._expected, STREAMS, expectation)
 
     def wait_for_work(self, model: str) -> None:
-        """Until the model has requests, and a random moment more."""
+        """A random moment, and on until the model has requests: a fast one may have none in between."""
+        time.sleep(self._rng.uniform(0.0, _FAULT_WINDOW_S))
         end = time.monotonic() + _WORK_S
         while time.monotonic() < end:
             status = self._deployment.status()
             at = {entry["instance"]: entry["requests"] for entry in status["instances"]}
             if at.get(model, status["requests"]):
                 break
-        time.sleep(self._rng.uniform(0.0, _FAULT_WINDOW_S))
 
     def recovered(self, since_s: float, replaced: tuple[str, int] | None = None) -> Recovery:
         probe = self._jobs[0]
