@@ -47,8 +47,8 @@ class PackedLinear:
     """y = x W^T + b for x [..., K]; W [N, K] is packed once at construction and need not be kept by the
     caller.
 
-    `name` says which product was chosen: "c" (CPUs with AVX2 or AVX-512), "onednn" (other CPUs) or "torch"
-    (`F.linear`, everything else).
+    `name` says which product was chosen: "c" (CPUs with AVX2 or AVX-512; bf16 with AVX-512 only if it has the
+    bf16 dot product), "onednn" (other CPUs) or "torch" (`F.linear`, everything else).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -164,8 +164,10 @@ class _Kernels:
 @lru_cache(maxsize=4)
 def _kernels(dtype: torch.dtype) -> _Kernels | None:
     library, suffix = compiled.library(), SUFFIX.get(dtype)
-    panel = library[f"gemm_panel_{suffix}"]() if library is not None and suffix is not None else 0
-    if library is None or panel == 0:
+    if library is None or suffix is None:
+        return None
+    panel = library[f"gemm_panel_{suffix}"]()
+    if panel == 0:
         return None
     pack = bind(library, f"gemm_pack_{suffix}", (_POINTER, _POINTER, _LONG, _LONG))
     multiply = library[f"gemm_{suffix}"]
