@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distserve.core.parsing import ConfigError
-from distserve_planner.coefficients import DecodePiece, PrefillPiece
+from distserve_planner.coefficients import DecodePiece, HeadCost, PrefillPiece
 from distserve_planner.least_squares import relative_nnls
 from distserve_planner.profile_file import Residual
 
@@ -24,6 +24,10 @@ _WORTH = 0.85  # a further bend must bring the squared error below this share
 _CLOSE = 0.005  # root mean square relative error at which no bend is looked for
 _MOST_BENDS = 3
 _POINTS_PER_BEND = 3
+_SHORT_PIECE = 64  # tokens; in longer ones the head is lost in the noise
+_HEAD_AT_MOST = 0.9  # of the fastest step, whatever the noise says
+
+NO_HEAD = HeadCost()
 
 Floats = NDArray[np.float64]
 
@@ -35,6 +39,17 @@ class PrefillPoint(NamedTuple):
     sum_sq: int
     requests: int
     seconds: float
+
+
+class PiecePoint(NamedTuple):
+    """A measured piece of a prompt: tokens, what it adds to the squares, seconds where a token is sampled
+    from its last one, and where not: without the head.
+    """
+
+    tokens: int
+    sum_sq: int
+    seconds: float
+    inner_s: float
 
 
 class DecodePoint(NamedTuple):
@@ -57,32 +72,51 @@ class DecodeFit:
     residual: Residual
 
 
-def fit_prefill(points: Sequence[PrefillPoint], tp: int = 1) -> PrefillFit:
-    """Fits base, per token (bending), per squared token and per prompt. At least 4 points.
+def fit_head(pieces: Sequence[PiecePoint], decodes: Sequence[DecodePoint]) -> HeadCost:
+    """What a step takes longer because it samples: the median over short pieces; nothing without any."""
+    differences = [p.seconds - p.inner_s for p in pieces if p.tokens <= _SHORT_PIECE]
+    if not differences:
+        return NO_HEAD
+    fastest = min([p.seconds for p in pieces] + [d.seconds for d in decodes])
+    return HeadCost(min(max(0.0, float(np.median(differences))), _HEAD_AT_MOST * fastest))
+
+
+def with_pieces(points: Sequence[PrefillPoint], pieces: Sequence[PiecePoint]) -> list[PrefillPoint]:
+    """Both as prompts to fit: a piece that samples is like a prompt with tokens before it."""
+    return [*points, *(PrefillPoint(p.tokens, p.sum_sq, 1, p.seconds) for p in pieces)]
+
+
+def fit_prefill(points: Sequence[PrefillPoint], tp: int = 1, head: HeadCost = NO_HEAD) -> PrefillFit:
+    """Fits base, per token (bending), per squared token and per prompt, beside the head. At least 4 points.
 
     Raises `ConfigError` for too few points or times that are not positive.
     """
     data = _checked(points, "prefill", 4)
     tokens, squares, requests, seconds = data.T
+    head_s = head.base_s + head.per_request_s * requests
     others = np.stack([np.ones_like(tokens), squares, requests], axis=1)
-    line = _best_line(tokens, others, seconds)
+    line = _best_line(tokens, others, seconds - head_s)
     base, square, request = line.others
     pieces = tuple(
         PrefillPiece(base + start, slope, square, request, bound) for start, slope, bound in line.segments()
     )
-    return PrefillFit(pieces, residual(tp, "prefill", line.predicted, seconds))
+    return PrefillFit(pieces, residual(tp, "prefill", line.predicted + head_s, seconds))
 
 
-def fit_decode(points: Sequence[DecodePoint], tp: int = 1) -> DecodeFit:
-    """Fits base, per request (bending) and per context token. At least 3 points; raises `ConfigError`."""
+def fit_decode(points: Sequence[DecodePoint], tp: int = 1, head: HeadCost = NO_HEAD) -> DecodeFit:
+    """Fits base, per request (bending) and per context token, beside the head. At least 3 points.
+
+    Raises `ConfigError` as `fit_prefill` does.
+    """
     data = _checked(points, "decode", 3)
     batch, context, seconds = data.T
-    line = _best_line(batch, np.stack([np.ones_like(batch), context], axis=1), seconds)
+    head_s = head.base_s + head.per_request_s * batch
+    line = _best_line(batch, np.stack([np.ones_like(batch), context], axis=1), seconds - head_s)
     base, slope_context = line.others
     pieces = tuple(
         DecodePiece(base + start, slope_context, slope, bound) for start, slope, bound in line.segments()
     )
-    return DecodeFit(pieces, residual(tp, "decode", line.predicted, seconds))
+    return DecodeFit(pieces, residual(tp, "decode", line.predicted + head_s, seconds))
 
 
 def measured_lm(lengths_seconds: Sequence[tuple[int, float]]) -> int:

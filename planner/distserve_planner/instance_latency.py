@@ -81,19 +81,27 @@ class InstanceLatency:
         """Per-iteration overhead, which stage and total times include once."""
         return self._over + self._over_token * context_tokens
 
-    def prefill_stage_s(self, sum_tokens: float, sum_sq_tokens: float, num_requests: float) -> float:
-        """Slowest stage of one prefill batch: its prompt tokens, their squares, its prompts."""
-        return self._prefill_layers(sum_tokens, sum_sq_tokens, num_requests) + self._extra(
-            num_requests, sum_tokens
-        )
+    def prefill_stage_s(
+        self, sum_tokens: float, sum_sq_tokens: float, num_requests: float, ends: float | None = None
+    ) -> float:
+        """Slowest stage of one prefill batch: its prompt tokens, their squares, its prompts.
 
-    def prefill_total_s(self, sum_tokens: float, sum_sq_tokens: float, num_requests: float) -> float:
+        ends: how many of the prompts are complete with it (all). Pieces of others don't need the head.
+        """
+        layers = self._prefill_layers(sum_tokens, sum_sq_tokens, num_requests)
+        return layers + self._extra(num_requests if ends is None else ends, sum_tokens)
+
+    def prefill_total_s(
+        self, sum_tokens: float, sum_sq_tokens: float, num_requests: float, ends: float | None = None
+    ) -> float:
         """One prefill batch through all stages, hops included."""
         layers = self._prefill_layers(sum_tokens, sum_sq_tokens, num_requests) - self._prefill_extra
+        samples = num_requests if ends is None else ends
         return (
             layers * self._total_factor
             + self.pp * self._prefill_extra
-            + self._total_extra(num_requests, sum_tokens)
+            + self.overhead_s(sum_tokens)
+            + self._head_s(samples)
             + (self.pp - 1) * self.hop_s(sum_tokens)
         )
 
@@ -136,7 +144,8 @@ class InstanceLatency:
         piece = self._piece(batch)
         return (
             piece.seconds(batch, context_tokens) * self._total_factor
-            + self._total_extra(batch, context_tokens)
+            + self.overhead_s(context_tokens)
+            + self._head_s(batch)
             + (self.pp - 1) * self.hop_s(batch)
         )
 
@@ -147,6 +156,7 @@ class InstanceLatency:
         batch: int,
         context_tokens: float,
         num_prefills: float = 1,
+        ends: float | None = None,
     ) -> float:
         """Slowest stage of a step that computes prompt chunks beside `batch` decoding requests.
 
@@ -158,12 +168,13 @@ class InstanceLatency:
         if not prefill_tokens:
             return self.decode_stage_s(batch, context_tokens)
         if not batch:
-            return self.prefill_stage_s(prefill_tokens, sum_sq, num_prefills)
+            return self.prefill_stage_s(prefill_tokens, sum_sq, num_prefills, ends)
         layers = self._prefill_layers(prefill_tokens + batch, sum_sq, num_prefills)
         piece = self._piece(batch)
         alone = piece.base_s + piece.per_request_s * batch
         attention = piece.per_context_token_s * context_tokens
-        extra = self._extra(batch + num_prefills, prefill_tokens + context_tokens)
+        samples = batch + (num_prefills if ends is None else ends)
+        extra = self._extra(samples, prefill_tokens + context_tokens)
         return (layers if layers > alone else alone) + attention + extra
 
     def hop_s(self, tokens: float) -> float:
@@ -182,16 +193,17 @@ class InstanceLatency:
                 )
         raise ConfigError(f"tp={self.tp}: no prefill coefficients")
 
-    def _extra(self, requests: float, tokens: float) -> float:
+    def _extra(self, samples: float, tokens: float) -> float:
         """Beyond the layers, on the stage that has most of it: overhead first, the head last."""
         over = self._over + self._over_token * tokens
-        head = self._head_base + self._head_request * requests
+        head = self._head_s(samples)
         if self.pp == 1:
             return over + head
         return over if over > head else head
 
-    def _total_extra(self, requests: float, tokens: float) -> float:
-        return self._over + self._over_token * tokens + self._head_base + self._head_request * requests
+    def _head_s(self, samples: float) -> float:
+        """Of a step that samples so many tokens. Below 1: of the mean of steps that do and that don't."""
+        return (self._head_base if samples >= 1 else samples * self._head_base) + self._head_request * samples
 
     def _piece(self, batch: int) -> DecodePiece:
         for piece in self._pieces:

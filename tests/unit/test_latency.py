@@ -124,6 +124,19 @@ def test_mixed_step_is_between_its_parts_and_their_sum() -> None:
     assert instance.mixed_stage_s(256, 256**2, 0, 0) == instance.prefill_stage_s(256, 256**2, 1)
 
 
+def test_a_piece_of_a_prompt_that_goes_on_needs_no_head_unless_others_decode() -> None:
+    model = custom(Overhead(1e-3), HeadCost(2e-3, 1e-4))
+    whole, inner = (model.instance(1).prefill_stage_s(32, 9000, 1, ends) for ends in (1, 0))
+    assert whole - inner == pytest.approx(2.1e-3)
+    totals = [model.instance(1).prefill_total_s(32, 9000, 1, ends) for ends in (1, 0)]
+    assert totals == pytest.approx([whole, inner])
+    # of steps of which a quarter end their prompt, the mean
+    assert model.instance(1).prefill_stage_s(32, 9000, 1, 0.25) == pytest.approx(inner + 2.1e-3 / 4)
+    beside = [model.instance(1).mixed_stage_s(31, 9000, 1, 400, 1, ends) for ends in (1, 0)]
+    assert beside[0] - beside[1] == pytest.approx(1e-4)
+    assert beside[1] > inner + 2e-3
+
+
 def test_transfer_of_the_papers_example() -> None:
     # section 3.3: 10 requests/s of 512-token OPT-66B prompts need 90 Gbps
     instance = opt66(4)

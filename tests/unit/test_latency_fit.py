@@ -9,11 +9,14 @@ from distserve.core.parsing import ConfigError
 from distserve_planner.coefficients import Degree
 from distserve_planner.fit import (
     DecodePoint,
+    PiecePoint,
     PrefillPoint,
     fit_decode,
+    fit_head,
     fit_prefill,
     measured_lm,
     poor_fits,
+    with_pieces,
 )
 from distserve_planner.profile_file import Residual
 
@@ -88,3 +91,35 @@ def test_too_few_or_impossible_points_are_refused() -> None:
         fit_decode([DecodePoint(1, 10, 0.1), DecodePoint(2, 20, 0.1)])
     with pytest.raises(ConfigError, match="must be above 0"):
         fit_decode([DecodePoint(1, 10, 0.1), DecodePoint(2, 20, 0.0), DecodePoint(2, 20, 0.1)])
+
+
+def test_the_head_is_told_from_pieces_that_sample_and_pieces_that_do_not() -> None:
+    base_s, head_s = 4e-3, 6e-3
+    pieces = [
+        PiecePoint(n, (256 + n) ** 2 - 256**2, base_s + 1e-4 * n + head_s, base_s + 1e-4 * n)
+        for n in (8, 16, 32, 64)
+    ]
+    pieces.append(PiecePoint(512, 1, 9.0, 2.0))  # long: one hiccup weighs more than the head
+    decodes = [DecodePoint(b, b * c, 2e-3 + head_s + 1e-6 * b * c) for b in (1, 2, 4) for c in (64, 512)]
+    head = fit_head(pieces, decodes)
+    assert (head.base_s, head.per_request_s) == (pytest.approx(head_s), 0)
+    prefill = fit_prefill(with_pieces([], pieces[:-1]), head=head)
+    decode = fit_decode(decodes, head=head)
+    degree = Degree(1, prefill.pieces, decode.pieces, head)
+    assert degree.prefill[0].base_s == pytest.approx(base_s, rel=1e-3)
+    for piece in pieces[:-1]:
+        assert degree.prefill_seconds(piece.tokens, piece.sum_sq, 1) == pytest.approx(piece.seconds)
+    for step in decodes:
+        assert degree.decode_seconds(step.batch, step.context_tokens) == pytest.approx(step.seconds)
+    assert max(prefill.residual.p95, decode.residual.p95) < 1e-3
+
+
+@pytest.mark.parametrize(("sampled_s", "inner_s"), [(0.010, 0.012), (0.5, 0.01)])
+def test_noise_does_not_make_a_head_below_nothing_or_above_a_whole_step(
+    sampled_s: float, inner_s: float
+) -> None:
+    decodes = [DecodePoint(b, b * 64, 0.02 + 0.001 * b) for b in (1, 2, 4)]
+    head = fit_head([PiecePoint(8, 64, sampled_s, inner_s)], decodes)
+    assert 0 <= head.base_s < min(sampled_s, 0.021)
+    assert fit_decode(decodes, head=head).residual.p95 < 0.01
+    assert fit_head([], decodes).base_s == fit_head([], []).base_s == 0

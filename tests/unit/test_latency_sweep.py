@@ -75,6 +75,20 @@ def test_prefill_steps_compute_whole_prompts_on_blocks_of_their_own() -> None:
         assert all(len(item.block_table) * 8 >= len(item.tokens) for item in step.items)
 
 
+def test_pieces_compute_behind_what_lies_before_them_with_and_without_a_token() -> None:
+    executor, ticks = RecordingExecutor(), []
+    plan = SweepPlan(pieces=(8, 16), before=(24, 100), repeats=2)
+    assert plan.piece_points(2048, 120) == [(8, 24), (8, 100), (16, 24), (16, 100)]
+    assert plan.piece_points(112, 200) == [(8, 24), (8, 100), (16, 24)]
+    points = sweep(executor, plan).pieces([(8, 24)], lambda: ticks.append(1))
+    assert [(p.tokens, p.sum_sq) for p in points] == [(8, 32**2 - 24**2)]
+    assert len(ticks) == 1
+    assert not executor.present
+    items = [item for step in executor.steps for item in step.items]
+    assert [item.sample for item in items] == [True, False] * 3
+    assert {(item.start, len(item.tokens), len(item.block_table)) for item in items} == {(24, 8, 4)}
+
+
 def test_decode_steps_compute_the_last_token_of_their_context() -> None:
     executor = RecordingExecutor()
     points = sweep(executor).decode([(5, 33)], lambda: None)
@@ -132,6 +146,10 @@ def test_profile_of_a_real_engine(
     assert 16 <= (profile.lm_tokens or 0) <= 256
     instance = profile.latency_model().instance(1)
     assert 0 < instance.prefill_stage_s(16, 256, 1) <= instance.prefill_stage_s(256, 65536, 1) < 5
+    head = profile.degrees[0].head.base_s
+    assert 0 <= head < instance.prefill_stage_s(16, 256, 1)
+    inner = instance.prefill_stage_s(16, 256, 1, ends=0)
+    assert instance.prefill_stage_s(16, 256, 1) - inner == pytest.approx(head)
     assert 0 < instance.decode_stage_s(1, 32) <= instance.decode_stage_s(8, 8 * 200) < 5
 
 

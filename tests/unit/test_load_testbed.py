@@ -179,7 +179,7 @@ def counted(prefill: float, decode: float, execute_s: float, slower_clock: float
     for tokens, decodes, context in ((64, 0, 0), (256, 0, 0), (32, 4, 900), (0, 1, 50), (0, 8, 2000)):
         factor = prefill if tokens else decode
         cpu_s = 10 * factor * latency.mixed_stage_s(tokens, 0, decodes, context, 1)
-        shape = (10 * tokens, 0, 10 if tokens else 0, 10 * decodes, 10 * context)
+        shape = (10 * tokens, 0, *((10, 10) if tokens else (0, 0)), 10 * decodes, 10 * context)
         times[tokens, decodes] = StepSums(10, *shape, slower_clock * cpu_s, cpu_s)
     return EngineCount(
         {**dict.fromkeys(KEYS, 0.0), "steps": 50, "loop_s": 0.1, "execute_s": execute_s}, times
@@ -442,9 +442,9 @@ def test_a_report_made_again_goes_beside_what_it_is_of(
         (None, "No such file"),
         ("{", "not a results.json"),
         ('{"campaigns": []}', "'schema'"),
-        ('{"schema": "testbed/1", "campaigns": []}', "testbed/2"),
-        ('{"schema": "testbed/2", "campaigns": []}', "holds no run"),
-        ('{"schema": "testbed/2", "campaigns": [{}]}', "'lone'"),
+        ('{"schema": "testbed/2", "campaigns": []}', "testbed/3"),
+        ('{"schema": "testbed/3", "campaigns": []}', "holds no run"),
+        ('{"schema": "testbed/3", "campaigns": [{}]}', "'lone'"),
     ],
 )
 def test_a_file_that_is_no_record_is_named(text: str | None, message: str, tmp_path: Path) -> None:

@@ -31,13 +31,13 @@ def test_classes_are_few_whatever_is_served() -> None:
 
 def test_sums_of_a_class_add_up_and_can_be_sent() -> None:
     times = StepTimes()
-    times.add(StepShape(0, 0, 0, 3, 100), 0.25, 0.2)
-    times.add(StepShape(0, 0, 0, 3, 103), 0.35, 0.3)
-    times.add(StepShape(100, 10_000, 1, 0, 0), 1.0, 0.9)
+    times.add(StepShape(0, 0, 0, 0, 3, 100), 0.25, 0.2)
+    times.add(StepShape(0, 0, 0, 0, 3, 103), 0.35, 0.3)
+    times.add(StepShape(100, 10_000, 1, 1, 0, 0), 1.0, 0.9)
     first, second = json.loads(json.dumps(times.to_wire()))
     assert first == {
         "prompt_tokens_to": 0, "decodes_to": 3, "steps": 2, "prompt_tokens": 0, "prompt_squares": 0,
-        "prompts": 0, "decodes": 6, "context_tokens": 203, "wall_s": 0.6, "cpu_s": 0.5,
+        "prompts": 0, "prompt_ends": 0, "decodes": 6, "context_tokens": 203, "wall_s": 0.6, "cpu_s": 0.5,
     }  # fmt: skip
     assert (second["prompt_tokens_to"], second["prompts"], second["wall_s"]) == (128, 1, 1.0)
     assert StepSums(2, wall_s=0.6).minus(StepSums(1, wall_s=0.25)) == StepSums(1, wall_s=0.35)
@@ -61,6 +61,7 @@ def test_every_step_of_an_engine_is_counted_once(lag: int) -> None:
     assert seen.steps == counters.steps
     assert seen.prompt_tokens == counters.prompt_tokens == 5 + 13 + 20
     assert seen.prompt_squares == 5**2 + 13**2 + 20**2  # in whatever pieces they were computed
+    assert seen.prompt_ends == 3 < seen.prompts
     # the first token of each is sampled by its prompt's step; a late one that had ended is computed in vain
     decoded = sum(len(node.tokens(id)) - 1 for id in prompts)
     assert decoded <= seen.decodes <= decoded + lag * len(prompts)

@@ -1,4 +1,5 @@
-"""Times steps of a real executor: prompts by length and number, decode steps by batch and context."""
+"""Times steps of a real executor: prompts by length and number, pieces of prompts by length and what lies
+before them, decode steps by batch and context."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from distserve.core.model_config import ModelConfig
 from distserve.worker.executor import Executor
 from distserve.worker.step import Joining, SamplingParams, StepInput, StepItem
-from distserve_planner.fit import DecodePoint, PrefillPoint
+from distserve_planner.fit import DecodePoint, PiecePoint, PrefillPoint
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class SweepPlan:
     step_limit_s: once a step takes longer, larger ones of its kind are not tried.
     """
 
-    lengths: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+    lengths: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     prompts: tuple[int, ...] = (1, 2, 4, 8)
     max_prefill_tokens: int = 4096
+    pieces: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    before: tuple[int, ...] = (256, 1024)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64)
     contexts: tuple[int, ...] = (32, 128, 256, 512, 1024, 2048)
     repeats: int = 5
@@ -33,9 +36,11 @@ class SweepPlan:
     def quick(cls) -> SweepPlan:
         """A coarse sweep, for a first look."""
         return cls(
-            lengths=(16, 64, 128, 256, 512, 1024),
+            lengths=(8, 16, 32, 64, 128, 256, 512, 1024),
             prompts=(1, 4),
             max_prefill_tokens=1024,
+            pieces=(8, 16, 32, 64),
+            before=(256,),
             batches=(1, 2, 4, 8, 16, 32),
             contexts=(32, 256, 1024),
             repeats=3,
@@ -47,6 +52,13 @@ class SweepPlan:
         most = min(self.max_prefill_tokens, pool_tokens)
         pairs = itertools.product(self.lengths, self.prompts)
         return [(n, k) for n, k in pairs if n <= max_context and n * k <= most]
+
+    def piece_points(self, max_context: int, pool_tokens: int) -> list[tuple[int, int]]:
+        """(length, tokens before it), shorter first."""
+        most = min(max_context, pool_tokens)
+        return [
+            (n, before) for n, before in itertools.product(self.pieces, self.before) if n + before <= most
+        ]
 
     def decode_points(self, max_context: int, pool_tokens: int) -> list[tuple[int, int]]:
         """(batch, context of each request), smaller first."""
@@ -80,6 +92,19 @@ class EngineSweep:
             done()
         return found
 
+    def pieces(self, points: Sequence[tuple[int, int]], done: Callable[[], None]) -> list[PiecePoint]:
+        """Each (length, tokens before it), as the last of its prompt and as one that goes on, by turns."""
+        found: list[PiecePoint] = []
+        for length, before in points:
+            times: dict[bool, list[float]] = {True: [], False: []}
+            for last in (True, False) * (self._plan.repeats + 1):
+                times[last].append(self._seconds(self._step(1, before + length, before, sample=last)))
+            ends, goes_on = (statistics.median(times[last][1:]) for last in (True, False))
+            squares = (before + length) ** 2 - before**2
+            found.append(PiecePoint(length, squares, ends, goes_on))
+            done()
+        return found
+
     def decode(self, points: Sequence[tuple[int, int]], done: Callable[[], None]) -> list[DecodePoint]:
         """Median seconds of each (batch, context)."""
         found: list[DecodePoint] = []
@@ -93,14 +118,18 @@ class EngineSweep:
         """Median over the plan's repeats, after one that is not counted; fewer for steps near the limit."""
         times: list[float] = []
         for _ in range(self._plan.repeats + 1):
-            work, keys = step()
-            start = time.perf_counter()
-            self._executor.execute(work)
-            times.append(time.perf_counter() - start)
-            self._executor.execute(StepInput([], leaving=keys))
+            times.append(self._seconds(step()))
             if sum(times) > 2 * self._plan.step_limit_s and len(times) > 1:
                 break
         return statistics.median(times[1:])
+
+    def _seconds(self, step: tuple[StepInput, list[str]]) -> float:
+        work, keys = step
+        start = time.perf_counter()
+        self._executor.execute(work)
+        took = time.perf_counter() - start
+        self._executor.execute(StepInput([], leaving=keys))
+        return took
 
     def prefill_step(self, length: int, prompts: int) -> tuple[StepInput, list[str]]:
         """New prompts, whole: the step, and the keys to leave by."""
@@ -110,7 +139,9 @@ class EngineSweep:
         """The last token of each of `batch` sequences: the step, and the keys to leave by."""
         return self._step(batch, context, context - 1)
 
-    def _step(self, sequences: int, length: int, start: int) -> tuple[StepInput, list[str]]:
+    def _step(
+        self, sequences: int, length: int, start: int, *, sample: bool = True
+    ) -> tuple[StepInput, list[str]]:
         """`sequences` new sequences of `length` tokens that compute from `start` on."""
         per_sequence = -(-length // self._block_size)
         blocks = iter(range(self._executor.num_blocks))
@@ -119,7 +150,7 @@ class EngineSweep:
         for name in self._keys(sequences):
             ids = [(7 * position + 11) % self._model.vocab_size for position in range(length)]
             table = list(itertools.islice(blocks, per_sequence))
-            items.append(StepItem(name, ids[start:], start, table))
+            items.append(StepItem(name, ids[start:], start, table, sample))
             joining.append(Joining(name, SamplingParams(), length, ids))
         return StepInput(items, joining), [item.key for item in items]
 

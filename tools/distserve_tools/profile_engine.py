@@ -20,7 +20,7 @@ from distserve.core.config import DTYPE_BYTES, EngineConfig
 from distserve.core.model_config import ModelConfig, resolve_model
 from distserve.core.parsing import ConfigError, to_mapping
 from distserve_planner.coefficients import Degree
-from distserve_planner.fit import fit_decode, fit_prefill, measured_lm, poor_fits
+from distserve_planner.fit import fit_decode, fit_head, fit_prefill, measured_lm, poor_fits, with_pieces
 from distserve_planner.profile_file import Profile, Residual
 from distserve_tools.engine_sweep import EngineSweep, SweepPlan
 
@@ -140,16 +140,21 @@ def _measure_degree(config: EngineConfig, model: ModelConfig, plan: SweepPlan, c
         fill_cache(executor)
         sweep = EngineSweep(executor, model, plan, config.block_size)
         prefills = plan.prefill_points(model.max_context, sweep.pool_tokens)
+        pieces = plan.piece_points(model.max_context, sweep.pool_tokens)
         decodes = plan.decode_points(model.max_context, sweep.pool_tokens)
-        labels = (f"prefill tp={config.tp}", f"decode tp={config.tp}")
-        with _progress(console, dict(zip(labels, (len(prefills), len(decodes)), strict=True))) as advance:
+        labels = tuple(f"{name} tp={config.tp}" for name in ("prefill", "pieces", "decode"))
+        totals = dict(zip(labels, map(len, (prefills, pieces, decodes)), strict=True))
+        with _progress(console, totals) as advance:
             prefill_points = sweep.prefill(prefills, lambda: advance(labels[0]))
-            decode_points = sweep.decode(decodes, lambda: advance(labels[1]))
+            piece_points = sweep.pieces(pieces, lambda: advance(labels[1]))
+            decode_points = sweep.decode(decodes, lambda: advance(labels[2]))
     finally:
         executor.close()
-    prefill, decode = fit_prefill(prefill_points, config.tp), fit_decode(decode_points, config.tp)
+    head = fit_head(piece_points, decode_points)
+    prefill = fit_prefill(with_pieces(prefill_points, piece_points), config.tp, head)
+    decode = fit_decode(decode_points, config.tp, head)
     return _Measured(
-        Degree(config.tp, prefill.pieces, decode.pieces),
+        Degree(config.tp, prefill.pieces, decode.pieces, head),
         (prefill.residual, decode.residual),
         measured_lm([(p.tokens, p.seconds) for p in prefill_points if p.requests == 1]),
         executor.attention,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distserve.core.decode_set import DecodeSet
 from distserve.core.request import Request
@@ -22,6 +24,26 @@ class Item:
     @property
     def samples(self) -> bool:
         return self.start + self.num_tokens == self.request.known
+
+
+class PromptWork(NamedTuple):
+    """What the prompts, or pieces of prompts, of one step cost."""
+
+    tokens: int
+    squares: int  # sum of end^2 - start^2: the pieces of a prompt sum to its length squared
+    prompts: int
+    ends: int  # of them those that are complete with it: a token is sampled for each
+
+    @classmethod
+    def of(cls, items: Iterable[Item]) -> PromptWork:
+        tokens = squares = prompts = ends = 0
+        for item in items:
+            length = item.num_tokens
+            tokens += length
+            squares += length * (2 * item.start + length)
+            prompts += 1
+            ends += item.samples
+        return cls(tokens, squares, prompts, ends)
 
 
 @dataclass(slots=True)

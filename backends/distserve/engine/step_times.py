@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distserve.core.batch import Item
+from distserve.core.batch import Item, PromptWork
 
 EXACT_DECODES, DECODES_STEP = 16, 8  # more decoding requests are counted by eights
 
@@ -17,19 +17,13 @@ class StepShape(NamedTuple):
     prompt_tokens: int
     prompt_squares: int  # sum of end^2 - start^2: the pieces of a prompt sum to its length squared
     prompts: int
+    prompt_ends: int  # prompts that are complete with this step: each samples a token
     decodes: int
     context_tokens: int  # of the decoding requests, with the token that the step computes
 
     @classmethod
     def of(cls, prefill: Sequence[Item], decode: Sequence[Item]) -> StepShape:
-        ends = [(item.start, item.start + item.num_tokens) for item in prefill]
-        return cls(
-            sum(end - start for start, end in ends),
-            sum(end * end - start * start for start, end in ends),
-            len(prefill),
-            len(decode),
-            sum(item.start + 1 for item in decode),
-        )
+        return cls(*PromptWork.of(prefill), len(decode), sum(item.start + 1 for item in decode))
 
 
 class StepSums(NamedTuple):
@@ -39,6 +33,7 @@ class StepSums(NamedTuple):
     prompt_tokens: int = 0
     prompt_squares: int = 0
     prompts: int = 0
+    prompt_ends: int = 0
     decodes: int = 0
     context_tokens: int = 0
     wall_s: float = 0.0

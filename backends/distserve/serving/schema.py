@@ -12,8 +12,8 @@ Reply  ``{"v": 1, "ok": true, ...}`` or ``{"v": 1, "ok": false, "error": {"code"
              block_size, blocks_total, max_batch_size, max_batch_tokens, pieces_above (longer prompts are
              computed in pieces, between which others go; null: they are not), and the `LOAD_KEYS`, all at
              top level. With ``step_times: true`` also step_times: [{prompt_tokens_to, decodes_to, steps,
-             prompt_tokens, prompt_squares, prompts, decodes, context_tokens, wall_s, cpu_s}], sums since
-             the engine's start by class of step (`distserve.engine.step_times`).
+             prompt_tokens, prompt_squares, prompts, prompt_ends, decodes, context_tokens, wall_s, cpu_s}],
+             sums since the engine's start by class of step (`distserve.engine.step_times`).
 ``submit``   requests: [{id, prompt: [int], output: [int] (produced so far), max_tokens (of the whole output,
              what is in ``output`` included), sampling: {`SAMPLING_KEYS`}, deadline_s? (seconds from now),
              handle? (decode only), to_end? (bool; prefill only: decode it, too, and hand nothing out),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distserve.core.batch import Batch
+from distserve.core.batch import Batch, PromptWork
 from distserve.core.blocks import CountingBlocks
 from distserve.core.decode_scheduler import DecodeScheduler
 from distserve_planner.simulator.clock import Clock
@@ -130,7 +130,7 @@ class DecodeInstance:
             return
         self._plan += 1
         if batch.decode is None:
-            took = self._recompute_s(batch)
+            took = self._latency.prefill_total_s(*PromptWork.of(batch.prefill))
             self._span = (now, 0, 0, 1)
             self.busy_s += took
             self._clock.at(now + took, self._end, self._plan)
@@ -141,10 +141,6 @@ class DecodeInstance:
         steps = running.horizon()
         self._span = (now, size, context, steps)
         self._clock.at(now + self._rounds.span_s(size, context, steps), self._end, self._plan)
-
-    def _recompute_s(self, batch: Batch) -> float:
-        lengths = [item.num_tokens for item in batch.prefill]
-        return self._latency.prefill_total_s(sum(lengths), sum(n * n for n in lengths), len(lengths))
 
     def _end(self, plan: int) -> None:
         if plan != self._plan:

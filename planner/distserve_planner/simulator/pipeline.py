@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import sqrt
 from typing import NamedTuple, Protocol
 
-from distserve.core.batch import Batch
+from distserve.core.batch import Batch, PromptWork
 from distserve_planner.instance_latency import InstanceLatency
 from distserve_planner.simulator.clock import Clock
 from distserve_planner.simulator.rounds import PROBE_TOKENS
@@ -141,17 +141,12 @@ class Pipeline:
             trip = decode.trip_s + decode.trip_slope * context
             return decode.stage_s + decode.stage_slope * context, (trip - decode.hops_s) / pp, decode.hop_s
         context = batch.context_tokens + size
-        tokens = squares = 0
-        for item in batch.prefill:
-            end = item.start + item.num_tokens
-            tokens += item.num_tokens
-            squares += end * end - item.start * item.start
-        count = len(batch.prefill)
+        tokens, squares, prompts, ends = PromptWork.of(batch.prefill)
         hop = latency.hop_s(tokens + size)
-        stage = latency.mixed_stage_s(tokens, squares, size, context, count)
+        stage = latency.mixed_stage_s(tokens, squares, size, context, prompts, ends)
         if size:
             return stage, stage, hop
-        total = latency.prefill_total_s(tokens, squares, count)
+        total = latency.prefill_total_s(tokens, squares, prompts, ends)
         return stage, (total - (pp - 1) * hop) / pp, hop
 
     def _decode(self, size: int) -> _DecodeTimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distserve.core.batch import Batch
+from distserve.core.batch import Batch, PromptWork
 from distserve.core.blocks import CountingBlocks
 from distserve.core.dispatch import PromptLoad
 from distserve.core.prefill_scheduler import PrefillScheduler
@@ -78,34 +78,28 @@ class PrefillInstance:
         batch = self.scheduler.schedule()
         if batch is None:
             return
-        tokens = squares = 0
         now = self._clock.now
         started = self._records.started
         for item in batch.prefill:
-            start, length = item.start, item.num_tokens
-            tokens += length
-            squares += length * (2 * start + length)
-            if not start:  # not a later piece of a prompt
+            if not item.start:  # not a later piece of a prompt
                 started[item.request.index] = now  # type: ignore[attr-defined]
-        count = len(batch.prefill)
-        stage = self._latency.prefill_stage_s(tokens, squares, count)
+        work = PromptWork.of(batch.prefill)
+        stage = self._latency.prefill_stage_s(*work)
         self.busy = True
         self.busy_s += stage
         if len(self._stage_free) == 1:
             self._clock.at(now + stage, self._end, batch)
         else:
-            self._pass_stages(now, stage, tokens, squares, count, batch)
+            self._pass_stages(now, stage, work, batch)
         if self._wants_work is not None:
             self._wants_work()
 
-    def _pass_stages(
-        self, now: float, stage: float, tokens: int, squares: int, count: int, batch: Batch
-    ) -> None:
+    def _pass_stages(self, now: float, stage: float, work: PromptWork, batch: Batch) -> None:
         free = self._stage_free
         latency = self._latency
         pp = len(free)
-        total = latency.prefill_total_s(tokens, squares, count)
-        hop = latency.hop_s(tokens)
+        total = latency.prefill_total_s(*work)
+        hop = latency.hop_s(work.tokens)
         # the way through an empty pipeline takes `total`; stages before the last take an equal share of it
         share = (total - (pp - 1) * hop) / pp
         leaves = now + stage

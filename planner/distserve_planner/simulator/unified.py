@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distserve.core.batch import Batch
+from distserve.core.batch import Batch, PromptWork
 from distserve.core.blocks import CountingBlocks
 from distserve.core.config import Policy
 from distserve.core.dispatch import PromptLoad
@@ -110,16 +110,10 @@ class UnifiedInstance:
 
     def _mixed_s(self, batch: Batch) -> float:
         """A step of whole prompts (prefill_first), or of decodes and a piece of prompts (chunked_prefill)."""
-        tokens = squares = 0
-        for item in batch.prefill:
-            end = item.start + item.num_tokens
-            tokens += item.num_tokens
-            squares += end * end - item.start * item.start
-        count = len(batch.prefill)
-        size = batch.num_decodes
-        if not size:
-            return self._latency.prefill_stage_s(tokens, squares, count)
-        return self._latency.mixed_stage_s(tokens, squares, size, batch.context_tokens + size, count)
+        work, size = PromptWork.of(batch.prefill), batch.num_decodes
+        return self._latency.mixed_stage_s(
+            work.tokens, work.squares, size, batch.context_tokens + size, work.prompts, work.ends
+        )
 
     def _end(self, plan: int) -> None:
         if plan != self._plan:

@@ -163,6 +163,7 @@ def _ratio(latency: InstanceLatency, classes: list[StepSums], clock: Clock) -> f
             round(s.decodes / s.steps),
             s.context_tokens / s.steps,
             s.prompts / s.steps,
+            s.prompt_ends / s.steps,
         )
         for s in classes
     )

@@ -24,7 +24,7 @@ from distserve_tools.testbed.plan import ScaledWorkload
 from distserve_tools.testbed.runs import Run
 from distserve_tools.testbed.systems import EngineLimits
 
-SCHEMA = "testbed/2"
+SCHEMA = "testbed/3"
 OTHERS, WALL = "other processes", "wall"
 
 
