@@ -95,7 +95,7 @@ STATUS: dict[str, Any] = {
     "queued_tokens": 17,
     "instances": [
         {"instance": "prefill_0", "role": "prefill", "usable": True, "blocks_total": 100, "blocks_free": 75}
-        | {"misfit": False},
+        | {"misfit": False, "phase": "up", "reason": ""},
         {"instance": "decode_0", "role": "decode", "usable": False, "phase": "down", "reason": "model [x]"}
         | {"misfit": False},
     ],
@@ -134,9 +134,14 @@ def test_readiness_waits_and_then_names_the_instance() -> None:
     assert readiness.wait_until_serving(FakeClient([refused, STATUS, good]), 10) == good  # type: ignore[arg-type]
     with pytest.raises(readiness.NotServingError, match=r"decode_0 \(decode\): model \[x\]"):
         readiness.wait_until_serving(FakeClient([STATUS]), 0.1)  # type: ignore[arg-type]
+    reached = STATUS["instances"][0]
     wrong = {**STATUS["instances"][1], "misfit": True, "reason": "dtype='bf16': prefill_0 has 'fp32'"}
-    with pytest.raises(readiness.NotServingError, match=r"decode_0 \(decode\): dtype='bf16'"):  # at once
-        readiness.wait_until_serving(FakeClient([{"instances": [wrong]}]), 1e9)  # type: ignore[arg-type]
+    early = [{**reached, "phase": "connecting"}, {**wrong, "reason": "dtype='bf16': decode_1 has 'fp32'"}]
+    first, told = {"instances": early}, {"instances": [reached, wrong]}
+    with pytest.raises(readiness.NotServingError, match=r"decode_0 \(decode\): dtype='bf16': prefill_0"):
+        readiness.wait_until_serving(FakeClient([first, told]), 1e9)  # type: ignore[arg-type]
+    with pytest.raises(readiness.NotServingError, match="decode_1 has"):  # one is never reached
+        readiness.wait_until_serving(FakeClient([first]), 0.1)  # type: ignore[arg-type]
     with pytest.raises(readiness.NotServingError, match="orchestrator: UNAVAILABLE: starting"):
         readiness.wait_until_serving(FakeClient([refused]), 0.1)  # type: ignore[arg-type]
 

@@ -18,8 +18,8 @@ class NotServingError(RuntimeError):
 def wait_until_serving(client: Client, timeout_s: float) -> dict[str, Any]:
     """Asks until every instance is usable; returns the orchestrator's `status`.
 
-    Raises `NotServingError` with the reason that each unusable instance gives: at once if instances do not
-    fit together, which no waiting mends.
+    Raises `NotServingError` with the reason that each unusable instance gives. If instances do not fit
+    together, which no waiting mends, as soon as all have been asked: then it is known what they have to fit.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -31,8 +31,9 @@ def wait_until_serving(client: Client, timeout_s: float) -> dict[str, Any]:
                 return status
         except RequestError as error:
             problems = [f"orchestrator: {error}"]
-        misfits = any(entry["misfit"] for entry in status.get("instances", ()))
-        if misfits or time.monotonic() > deadline:
+        entries = status.get("instances", ())
+        misfits = any(entry["misfit"] for entry in entries)
+        if (misfits and all(map(_asked, entries))) or time.monotonic() > deadline:
             raise NotServingError("\n".join(["not every instance can be used:", *problems]))
         time.sleep(_PAUSE_S)
 
@@ -54,6 +55,10 @@ def probe(client: Client, timeout_s: float = 60.0) -> None:
             if error.code != "UNAVAILABLE" or time.monotonic() + _PAUSE_S > deadline:
                 raise NotServingError(f"a first request failed: {error}") from None
         time.sleep(_PAUSE_S)
+
+
+def _asked(entry: dict[str, Any]) -> bool:
+    return bool(entry["phase"] != "connecting")
 
 
 def _problem(entry: dict[str, Any]) -> str:
