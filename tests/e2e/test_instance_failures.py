@@ -7,13 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from serving import Deployment, deployed, engine_pid
 
+from distserve_tools.chaos.freeze import freeze_at_work
 from distserve_tools.client import Chunk, Client, Completion, RequestError, gather
+from distserve_tools.processes import ProcessId
 from model_zoo import CONTEXT, Zoo, prompt
 
 LENGTH = 20
@@ -40,57 +42,81 @@ def all_usable(deployment: Deployment) -> None:
         time.sleep(0.1)
 
 
+class Streams:
+    """Clients that send their request again and again until the fault has struck, so that it finds work."""
+
+    def __init__(self, deployment: Deployment, pool: ThreadPoolExecutor) -> None:
+        self._deployment = deployment
+        self._under_way, self._struck = threading.Event(), threading.Event()
+        self._calls = [pool.submit(self._follow, i) for i in range(STREAMS)]
+
+    def freeze(self, pid: int, instance: str) -> None:
+        """One of the streams has had its third token, and some are at the instance, which stands still."""
+        assert self._under_way.wait(30.0), "the streams did not begin"
+        assert freeze_at_work(self._deployment.client, ProcessId.of(pid), instance)
+        self._struck.set()
+
+    def recoveries(self, expected: list[tuple[int, ...]]) -> int:
+        """Of all streams, when they have ended, each with the text that is expected."""
+        answers = [call.result() for call in self._calls]
+        for of_client, text in zip(answers, expected, strict=True):
+            assert {answer.token_ids for answer in of_client} == {text}
+        return sum(answer.stage_times["recoveries"] for of_client in answers for answer in of_client)
+
+    def end(self) -> None:
+        self._struck.set()
+
+    def _follow(self, i: int) -> list[Completion]:
+        answers = [gather(self._watched(i), time.monotonic())]
+        while not self._struck.is_set():
+            answers.append(gather(self._watched(i), time.monotonic()))
+        return answers
+
+    def _watched(self, i: int) -> Iterator[Chunk]:
+        for n, chunk in enumerate(self._deployment.client.stream(prompt(LENGTH, seed=i), **GREEDY)):
+            if n == 2:
+                self._under_way.set()
+            yield chunk
+
+
 @contextmanager
-def streams(deployment: Deployment) -> Iterator[list[Future[Completion]]]:
-    """Streams under way: one of them has just got its third token when the block begins."""
-    under_way = threading.Event()
-
-    def follow(i: int) -> Completion:
-        def watched() -> Iterator[Chunk]:
-            for n, chunk in enumerate(deployment.client.stream(prompt(LENGTH, seed=i), **GREEDY)):
-                if n == 2:
-                    under_way.set()
-                yield chunk
-
-        return gather(watched(), time.monotonic())
-
+def streams(deployment: Deployment) -> Iterator[Streams]:
     with ThreadPoolExecutor(STREAMS) as pool:
-        calls = [pool.submit(follow, i) for i in range(STREAMS)]
-        assert under_way.wait(30.0), "the streams did not begin"
-        yield calls
+        load = Streams(deployment, pool)
+        try:
+            yield load
+        finally:
+            load.end()
 
 
 def test_a_killed_decode_engine_is_continued_elsewhere(pair: Deployment) -> None:
     expected, pid = reference(pair), engine_pid(pair, "decode_0")
-    with streams(pair) as calls:
+    with streams(pair) as load:
+        load.freeze(pid, "decode_0")
         os.kill(pid, signal.SIGKILL)
-        answers = [call.result() for call in calls]
-    assert [answer.token_ids for answer in answers] == expected
-    assert sum(answer.stage_times["recoveries"] for answer in answers) > 0
+        assert load.recoveries(expected) > 0
     all_usable(pair)
     pair.wait_idle()
 
 
 def test_a_silent_decode_engine_is_continued_elsewhere(pair: Deployment) -> None:
     expected, pid = reference(pair), engine_pid(pair, "decode_1")
-    with streams(pair) as calls:
-        os.kill(pid, signal.SIGSTOP)
+    with streams(pair) as load:
         try:
-            answers = [call.result() for call in calls]  # while it is silent
+            load.freeze(pid, "decode_1")
+            assert load.recoveries(expected) > 0  # while it is silent
         finally:
             os.kill(pid, signal.SIGCONT)
-    assert [answer.token_ids for answer in answers] == expected
-    assert sum(answer.stage_times["recoveries"] for answer in answers) > 0
     all_usable(pair)
     pair.wait_idle()
 
 
 def test_a_killed_prefill_engine_comes_back(pair: Deployment) -> None:
     expected, pid = reference(pair), engine_pid(pair, "prefill_0")
-    with streams(pair) as calls:
+    with streams(pair) as load:
+        load.freeze(pid, "prefill_0")
         os.kill(pid, signal.SIGKILL)
-        answers = [call.result() for call in calls]
-    assert [answer.token_ids for answer in answers] == expected
+        load.recoveries(expected)
     all_usable(pair)
     assert pair.client.complete(prompt(LENGTH, seed=0), **GREEDY).token_ids == expected[0]
     pair.wait_idle()

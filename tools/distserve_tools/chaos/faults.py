@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from distserve_tools.chaos.deployment import Deployment, send_signal
+from distserve_tools.chaos.freeze import freeze_at_work, wait_for_work
 from distserve_tools.chaos.invariants import Recovery, epochs, recover, resident_mb, settle
 from distserve_tools.chaos.load import Expectation, Streams, jobs, references, streaming
 from distserve_tools.chaos.outcome import Outcome
@@ -19,7 +20,6 @@ STREAMS = 20
 ROUNDS = 2  # requests of each client, so that some come while the part is gone
 OUTPUT_TOKENS = 300  # long enough to be under way when the fault comes
 _FAULT_WINDOW_S = 0.1
-_WORK_S = 10.0
 
 Part = Literal["engine", "stub", "rank"]
 
@@ -45,7 +45,7 @@ def kill(
     victim, epoch = find(deployment, model, part), epochs(deployment.status())[model]
     with ThreadPoolExecutor(1) as watch:
         with load.streaming(expectation) as streams:
-            load.wait_for_work(model)
+            load.strike_at_work(model, victim)
             streams.fault_s = time.monotonic()
             send_signal(victim, signal.SIGKILL)
             recovery = watch.submit(load.recovered, streams.fault_s, (model, epoch))
@@ -58,7 +58,7 @@ def kill_server(name: str, deployment: Deployment, seed: int) -> Outcome:
     victim, epoch = ProcessId.of(deployment.server.pid), epochs(deployment.status())["orchestrator"]
     with ThreadPoolExecutor(1) as watch:
         with load.streaming(Expectation()) as streams:
-            load.wait_for_work("orchestrator")
+            load.strike_at_work("orchestrator", victim)
             streams.fault_s = time.monotonic()
             send_signal(victim, signal.SIGKILL)
             recovery = watch.submit(load.recovered, streams.fault_s, ("orchestrator", epoch))
@@ -71,7 +71,7 @@ def stop(name: str, deployment: Deployment, seed: int, instance: str) -> Outcome
     victim = find(deployment, instance, "engine")
     try:
         with load.streaming(None) as streams:
-            load.wait_for_work(instance)
+            load.strike_at_work(instance, victim)
             streams.fault_s = time.monotonic()
             send_signal(victim, signal.SIGSTOP)
     finally:
@@ -96,15 +96,16 @@ class _Load:
     def streaming(self, expectation: Expectation | None) -> AbstractContextManager[Streams]:
         return streaming(self._deployment, self._jobs, self._expected, STREAMS, expectation)
 
-    def wait_for_work(self, model: str) -> None:
-        """A random moment, and on until the model has requests: a fast one may have none in between."""
+    def strike_at_work(self, model: str, victim: ProcessId) -> None:
+        """A random moment, and on until the model has requests. The process of an instance is stopped then;
+        an orchestrator's, which could not be asked any more, is not.
+        """
         time.sleep(self._rng.uniform(0.0, _FAULT_WINDOW_S))
-        end = time.monotonic() + _WORK_S
-        while time.monotonic() < end:
-            status = self._deployment.status()
-            at = {entry["instance"]: entry["requests"] for entry in status["instances"]}
-            if at.get(model, status["requests"]):
-                break
+        client = self._deployment.client
+        if model == "orchestrator":
+            wait_for_work(client, model)
+        else:
+            freeze_at_work(client, victim, model)
 
     def recovered(self, since_s: float, replaced: tuple[str, int] | None = None) -> Recovery:
         probe = self._jobs[0]
