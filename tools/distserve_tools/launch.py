@@ -7,7 +7,6 @@ import http.client
 import logging
 import math
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from distserve_tools.leftovers import Leftovers
 from distserve_tools.model_control import ModelControl, ModelControlError, restricted
 from distserve_tools.processes import free_ports, port_is_free
 from distserve_tools.server_files import Installation, find_installation, server_environment
+from distserve_tools.shared_regions import SharedRegions
 
 _START_TRIES = 3
 _HANG_S = 30.0
@@ -89,8 +89,8 @@ class TritonServer:
         self._stopping = threading.Event()
         self._own_log: Path | None = None
         self._log_start = 0  # bytes of the log that are of servers before this one
-        self._prefix = f"distserve_{os.getpid()}_{secrets.token_hex(4)}_"
-        self._leftovers = Leftovers(self._prefix)
+        self._regions = SharedRegions()
+        self._leftovers = Leftovers(self._regions)
         self.ports = Ports(0, 0, 0)
         self.log_path = options.log_path or Path()
         self.restarts = 0
@@ -144,6 +144,10 @@ class TritonServer:
             self.log_path = self._own_log / "tritonserver.log"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + options.start_timeout_s
+        try:
+            self._regions.claim()
+        except OSError as error:
+            raise ServerStartError(f"{error.filename}: {error.strerror}; Triton needs /dev/shm") from None
         try:
             for tries_left in reversed(range(_START_TRIES)):
                 self.ports = self._choose_ports()
@@ -220,6 +224,7 @@ class TritonServer:
         with self._lock:
             self._stopping.set()
         code = self._end()
+        self._regions.release()
         self._left.close()
         self._spawner.shutdown(wait=False)
         if self._own_log is not None and code == 0:
@@ -294,6 +299,7 @@ class TritonServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=self._regions.inherited,
             )
 
     def command(self, installation: Installation) -> list[str]:
@@ -307,7 +313,7 @@ class TritonServer:
             "--load-model=*",
             "--disable-auto-complete-config",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
-            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
             f"--backend-config=python,shm-default-byte-size={_STUB_SHM_BYTES}",
             f"--exit-timeout-secs={max(1, round(options.drain_timeout_s))}",
             f"--http-address={options.host}",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
-
 from distserve_tools.processes import ProcessId, descendants, session_members, wait_gone
+from distserve_tools.shared_regions import SharedRegions
 
-_SHM = Path("/dev/shm")
 _BY_THEMSELVES_S = 2.0
 _KILLED_S = 5.0
 
 
 class Leftovers:
-    """Of a server that leads a session of its own, and whose regions in /dev/shm begin with `shm_prefix`."""
+    """Of a server that leads a session of its own."""
 
-    def __init__(self, shm_prefix: str) -> None:
-        self._shm_prefix = shm_prefix
+    def __init__(self, regions: SharedRegions) -> None:
+        self._regions = regions
         self._seen: set[ProcessId] = set()
 
     def note(self, pid: int) -> None:
@@ -30,6 +27,4 @@ class Leftovers:
             straggler.kill()
         wait_gone(left, _KILLED_S)
         self._seen.clear()
-        for path in _SHM.glob(f"{self._shm_prefix}*"):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+        self._regions.clear()
