@@ -202,3 +202,15 @@ def test_graphs_are_the_default_on_gpus_alone_and_not_for_pipelines() -> None:
     assert not wanted("cuda", role="prefill")
     assert not wanted("cuda", pp=2, devices=["cuda:0", "cuda:1"])
     assert wanted("cuda", tp=2, devices=["cuda:0", "cuda:1"])
+
+
+def test_one_token_of_a_prompt_that_goes_on_samples_nothing(models: Models) -> None:
+    """A piece that chunked prefill has cut so short looks like a decode step."""
+    for graphs in (False, True):
+        recorded = executor(models("llama"), decode_graphs=graphs, devices=["cpu:0"], max_batch_size=4)
+        tokens = prompt(3)
+        join = [Joining("a", SamplingParams(), 3, tokens)]
+        piece = StepInput([StepItem("a", tokens[:1], 0, [0], sample=False)], join)
+        assert recorded.execute(piece).tokens == []
+        assert len(recorded.execute(StepInput([StepItem("a", tokens[1:], 1, [0])])).tokens) == 1
+        recorded.close()

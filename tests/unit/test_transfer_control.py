@@ -193,6 +193,23 @@ def test_a_source_that_does_not_know_the_secret_is_refused() -> None:
         thread.join(5)
 
 
+def test_whether_the_peer_has_closed_is_seen_without_reading(pair: tuple[Control, Control]) -> None:
+    left, right = pair
+    assert not left.gone()
+    right.send({"a": 1}, soon())
+    end = soon()
+    while not left._socket.recv(1, socket.MSG_PEEK):
+        assert time.monotonic() < end
+    assert not left.gone()  # there is something to read
+    assert left.recv(soon()) == {"a": 1}
+    began = time.monotonic()
+    assert not left.gone()
+    assert time.monotonic() - began < 1.0
+    right.close()
+    while not left.gone():
+        assert time.monotonic() < end
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [

@@ -242,7 +242,7 @@ def test_which_channel_two_processes_choose() -> None:
 def test_torch_settings_of_a_pair_are_not_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    with NcclChannel._settings(7):
+    with NcclChannel._settings():
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"

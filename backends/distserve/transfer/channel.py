@@ -84,6 +84,8 @@ class GroupChannel:
             for number in range(self._group_count):
                 self._join(control, f"group{number}", deadline)
             self._check_token(control, deadline)
+            for store in self._stores:  # NCCL comes to its store with the first message
+                store.detach()
         except BaseException:
             self.close()
             raise
@@ -147,7 +149,6 @@ class GroupChannel:
             failure = store.error or peer_gone(f"pair group: {first_line(error)}")
         if failure is not None:
             raise failure
-        store.detach()
 
     def _check_token(self, control: Control, deadline: float) -> None:
         """The source tells a random token over the control connection and every lane; each end compares."""

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
+import select
 import socket
 import struct
 import time
@@ -55,6 +56,15 @@ class Control:
         """The peer is known: full frame size from here on, tagged if there are keys."""
         self._limit = LARGEST_FRAME
         self._send_key, self._recv_key = send_key, recv_key
+
+    def gone(self) -> bool:
+        """Has the peer closed its end? Reads nothing, waits for nothing."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        try:
+            return bool(poll.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def send(self, message: Message, deadline: float) -> None:
         """Raises `TransferError`: UNAVAILABLE if the peer is gone, DEADLINE_EXCEEDED."""

@@ -54,10 +54,13 @@ class Copies:
         """Work issued inside belongs to the own stream; the channel's operations are ordered with it."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def after(self, event: Any) -> None:
-        """Copies from here on come after what `event` (of `mark`) stands for."""
+    def after(self, event: Any, blocks: Tensor) -> None:
+        """Copies from here on come after what `event` (of `mark`) stands for. They read `blocks`: that memory
+        is not given to others before they have, however late they run.
+        """
         if event is not None:
             self._stream.wait_event(event)
+            blocks.record_stream(self._stream)
 
     def pack(self, lane: int, message: Sequence[Piece], blocks: Tensor, deadline: float) -> Tensor:
         """Gathers a message's blocks; returns what is to be sent."""

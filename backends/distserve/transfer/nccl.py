@@ -10,7 +10,6 @@ on.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -29,7 +28,9 @@ from distserve.transfer.rendezvous import ControlStore
 
 FIRST_PAUSE_S = 20e-6  # between two looks at an event; doubles up to the longest
 LONGEST_PAUSE_S = 1e-3
-ABORT_S = 5.0  # torch gives up waiting for an abort after this
+ABORT_S = 5.0  # an abort that takes longer goes on in its thread
+INIT_S = "20"  # of a communicator; torch reads it once per process, with the first message of the first pair
+LOOK_S = 0.01  # between two looks whether the peer still has its end of the control connection
 
 
 class NcclChannel(GroupChannel):
@@ -42,11 +43,13 @@ class NcclChannel(GroupChannel):
             raise ValueError("backend='nccl': this torch was built without NCCL; allowed is 'gloo'")
         super().__init__(rank, lanes=2, groups=1)
         self._device = device
+        self._control: Control | None = None
 
     def connect(self, control: Control, deadline: float) -> None:
         """Also counts the memory of the communicator, which comes with the first message (the token)."""
         cuda: Any = torch.cuda  # untyped in torch
         before = cuda.mem_get_info(self._device)[0]
+        self._control = control
         super().connect(control, deadline)
         self.device_bytes = max(0, before - cuda.mem_get_info(self._device)[0])
 
@@ -55,15 +58,21 @@ class NcclChannel(GroupChannel):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = min(left(deadline, "pair group"), timedelta(seconds=ABORT_S))
         options.config.blocking = 0  # a communicator that is being made can be aborted as well
-        with self._settings(math.ceil(left(deadline, "pair group").total_seconds())):
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", INIT_S)
+        with self._settings():
             return dist.ProcessGroupNCCL(store, self._rank, 2, options)
 
     def _wait(self, work: Any, deadline: float) -> TransferError | None:
-        pause = FIRST_PAUSE_S
+        pause, look = FIRST_PAUSE_S, time.monotonic() + LOOK_S
         try:
             while not work.is_completed():
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= deadline:
                     return timed_out("message")
+                if now >= look:  # between GPUs of one host a killed peer is no error of NCCL's
+                    if self._control is not None and self._control.gone():
+                        return peer_gone("message: the control connection has ended")
+                    look = now + LOOK_S
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             work.wait()  # returns at once; raises what went wrong
@@ -72,22 +81,26 @@ class NcclChannel(GroupChannel):
         return None
 
     def _drop(self, group: Any) -> None:
-        # after ABORT_S torch raises; the abort then goes on in a thread of torch's own
-        with contextlib.suppress(RuntimeError):
-            group.abort()  # never `shutdown`, which waits for kernels that a dead peer keeps running
+        def abort() -> None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()  # never `shutdown`, which waits for kernels that a dead peer keeps running
+
+        # torch gives up waiting, and then waits for its own thread all the same
+        thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+        thread.start()
+        thread.join(ABORT_S)
 
     def _token_device(self) -> torch.device:
         return self._device
 
     @classmethod
     @contextmanager
-    def _settings(cls, timeout_s: int) -> Iterator[None]:
+    def _settings(cls) -> Iterator[None]:
         """torch reads these when a group is made; other groups of the process keep theirs."""
         wanted = {
             "TORCH_NCCL_BLOCKING_WAIT": "1",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-            "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, timeout_s)),
         }
         with cls._environment:
             before = {name: os.environ.get(name) for name in wanted}

@@ -202,7 +202,7 @@ class Receiver:
         channel, copies = self._channel, self._copies
         if accepted.messages == 0 or channel is None or copies is None:
             return True
-        copies.after(pull.event)
+        copies.after(pull.event, pull.blocks)
         in_flight: deque[tuple[int, list[Piece]]] = deque()
         for index, message in enumerate(messages(slices, len(pull.blocks), accepted.units)):
             lane, further = index % channel.lanes, index >= channel.lanes

@@ -30,7 +30,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined,misc]
         self.error: TransferError | None = None
 
     def detach(self) -> None:
-        """The group is made: from here on the store is a plain local map and leaves the connection alone."""
+        """The group is connected: from here on the store is a plain local map, the connection another's."""
         self._control = None
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -72,8 +72,9 @@ class DecodeGraphs:
         logger.info("%d decode graphs in %.1f s", len(self._replays), time.monotonic() - began)
 
     def serves(self, items: Sequence[StepItem]) -> bool:
-        """Is this a decode step of a recorded size?"""
-        return len(items) <= self.buckets[-1] and all(len(item.tokens) == 1 for item in items)
+        """Is this a decode step of a recorded size? One token of a prompt that goes on samples nothing."""
+        decodes = all(len(item.tokens) == 1 and item.sample for item in items)
+        return decodes and len(items) <= self.buckets[-1]
 
     def run(self, items: Sequence[StepItem]) -> Tensor:
         """Hidden states [n, hidden_size] of the items' tokens, in their order. No wait for the device."""

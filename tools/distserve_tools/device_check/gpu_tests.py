@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distserve_tools.device_check.settings import Settings
+from distserve_tools.processes import descendants
 
 TESTS = Path(__file__).resolve().parents[3] / "tests"
 KERNELS = "unit/test_triton_kernels.py"
@@ -66,11 +67,13 @@ def _side_by_side(tests: Sequence[tuple[str, str]], folder: Path, limit_s: float
         try:
             process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
+            for straggler in descendants(process.pid):  # they would keep the GPU's memory
+                straggler.kill()
             process.kill()
             process.wait()
             last = log.read_text(errors="replace").strip()[-200:]
             failures = [f"not done within {limit_s:.0f} s: {last}"]
-            rows.append({"file": name, "passed": 0, "failed": 0, "skipped": 0, "failures": failures})
+            rows.append({"file": name, "passed": 0, "failed": 1, "skipped": 0, "failures": failures})
             continue
         rows.append({"file": name} | counts(report, log.read_text(errors="replace")))
     return rows
