@@ -35,7 +35,7 @@ class SharedRegions:
         path = self._folder / f"{self.prefix}{_CLAIM}"
         while self._lock is None:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # another one is sweeping just now
+            with contextlib.suppress(BlockingIOError):  # another one is sweeping just now
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_nlink:
                     self._lock = lock
