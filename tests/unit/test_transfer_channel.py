@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_transfer_control import soon
 
-from distserve.transfer.channel import PULLER, SOURCE, GlooChannel
+from distserve.transfer.channel import PULLER, SOURCE, TOKEN_BYTES, GlooChannel
 from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError
 from distserve.transfer.rendezvous import ControlStore
@@ -71,4 +71,19 @@ def test_two_ends_connect_and_then_leave_the_connection_alone(kind: type[GlooCha
     assert ends[PULLER].recv(soon()) == {"op": "ready"}  # nothing else was on the way
     for channel, end in zip(channels, ends, strict=True):
         channel.close()
+        end.close()
+
+
+def test_what_the_store_met_is_the_error_also_with_the_first_message() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = Control(socket.create_connection(listener.getsockname())), Control(listener.accept()[0])
+    for end in ends:
+        end.unlock(None, None)
+    ends[SOURCE].send({"op": "token", "token": bytes(TOKEN_BYTES)}, soon())
+    ends[SOURCE].send({"op": "rubbish"}, soon())
+    with pytest.raises(TransferError) as error:
+        LazyChannel(PULLER).connect(ends[PULLER], soon())
+    assert error.value.code == "INVALID_ARGUMENT"
+    assert "op='rubbish'" in str(error.value)
+    for end in ends:
         end.close()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distserve.core.shapes import Shape
-from distserve.transfer import ipc
+from distserve.transfer import ipc, nccl_environment
 from distserve.transfer.chunks import Piece
 from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError
@@ -240,10 +240,16 @@ def test_which_channel_two_processes_choose() -> None:
 
 
 def test_torch_settings_of_a_pair_are_not_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    with NcclChannel._settings():
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # the operator's
+    for name in ("BLOCKING_WAIT", "DUMP_ON_TIMEOUT", "NONBLOCKING_TIMEOUT"):
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "")  # so that it is as before after the test
+        monkeypatch.delenv(f"TORCH_NCCL_{name}")
+    nccl_environment.settle()
+    names = set(os.environ)
+    with nccl_environment.of_a_pair():
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) < 60  # torch's own: half an hour
+    assert set(os.environ) == names

@@ -18,6 +18,7 @@ from distserve.core.logs import log_to_stderr
 from distserve.core.parsing import ConfigError
 from distserve.serving.frames import CONTROL_CALL, pack_frame, read_frame
 from distserve.serving.schema import ErrorCode, ServingError, error_reply, ok_reply
+from distserve.transfer import nccl_environment
 
 if TYPE_CHECKING:
     from distserve.engine.engine import Engine
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the parent")
     fd = parser.parse_args(argv).fd
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the server, which ends us in order
+    nccl_environment.settle()
     sock = socket.socket(fileno=fd)
     try:
         config = _receive_config(sock)

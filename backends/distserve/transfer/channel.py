@@ -131,7 +131,7 @@ class GroupChannel:
             self._works[lane] = operation([content], self._peer, tag)
         except RuntimeError as error:
             self._alive = False
-            failure = peer_gone(f"pair group: {first_line(error)}")
+            failure = self._store_error() or peer_gone(f"pair group: {first_line(error)}")
         else:
             return
         del group, operation  # a traceback that refers to a group would keep it
@@ -149,6 +149,10 @@ class GroupChannel:
             failure = store.error or peer_gone(f"pair group: {first_line(error)}")
         if failure is not None:
             raise failure
+
+    def _store_error(self) -> TransferError | None:
+        """What failed while a group was being made; torch wraps it in errors of its own."""
+        return next((store.error for store in self._stores if store.error is not None), None)
 
     def _check_token(self, control: Control, deadline: float) -> None:
         """The source tells a random token over the control connection and every lane; each end compares."""

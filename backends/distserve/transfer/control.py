@@ -60,11 +60,11 @@ class Control:
     def gone(self) -> bool:
         """Has the peer closed its end? Reads nothing, waits for nothing."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
         try:
-            return bool(poll.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
-        except OSError:
+            poll.register(self._socket, select.POLLRDHUP)
+        except (OSError, ValueError):  # this end is closed
             return True
+        return bool(poll.poll(0))
 
     def send(self, message: Message, deadline: float) -> None:
         """Raises `TransferError`: UNAVAILABLE if the peer is gone, DEADLINE_EXCEEDED."""

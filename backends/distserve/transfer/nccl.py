@@ -10,17 +10,15 @@ on.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distserve.transfer import nccl_environment
 from distserve.transfer.channel import GroupChannel, first_line, left
 from distserve.transfer.control import Control
 from distserve.transfer.errors import TransferError, peer_gone, timed_out
@@ -29,14 +27,11 @@ from distserve.transfer.rendezvous import ControlStore
 FIRST_PAUSE_S = 20e-6  # between two looks at an event; doubles up to the longest
 LONGEST_PAUSE_S = 1e-3
 ABORT_S = 5.0  # an abort that takes longer goes on in its thread
-INIT_S = "20"  # of a communicator; torch reads it once per process, with the first message of the first pair
 LOOK_S = 0.01  # between two looks whether the peer still has its end of the control connection
 
 
 class NcclChannel(GroupChannel):
     """Two messages in flight over one communicator, which keeps a pair's messages in order by itself."""
-
-    _environment: ClassVar[threading.Lock] = threading.Lock()  # the process has one environment
 
     def __init__(self, rank: int, device: torch.device) -> None:
         if not dist.is_nccl_available():
@@ -58,8 +53,7 @@ class NcclChannel(GroupChannel):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = min(left(deadline, "pair group"), timedelta(seconds=ABORT_S))
         options.config.blocking = 0  # a communicator that is being made can be aborted as well
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", INIT_S)
-        with self._settings():
+        with nccl_environment.of_a_pair():
             return dist.ProcessGroupNCCL(store, self._rank, 2, options)
 
     def _wait(self, work: Any, deadline: float) -> TransferError | None:
@@ -92,24 +86,3 @@ class NcclChannel(GroupChannel):
 
     def _token_device(self) -> torch.device:
         return self._device
-
-    @classmethod
-    @contextmanager
-    def _settings(cls) -> Iterator[None]:
-        """torch reads these when a group is made; other groups of the process keep theirs."""
-        wanted = {
-            "TORCH_NCCL_BLOCKING_WAIT": "1",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        }
-        with cls._environment:
-            before = {name: os.environ.get(name) for name in wanted}
-            os.environ.update(wanted)
-            try:
-                yield
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value

@@ -46,10 +46,6 @@ class NamedStore(dist.Store):  # type: ignore[name-defined,misc]
         for key in keys:
             self.get(key)
 
-    def check(self, keys: list[str]) -> bool:
-        """Never: what torch's heartbeat thread asks every second is for a flag that nobody sets."""
-        return False
-
 
 class Values:
     """What the ranks have set, in rank 0's process; safe for threads."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distserve.core.shapes import Shape
+from distserve.transfer import nccl_environment
 from distserve.worker.link_store import NamedStore
 from distserve.worker.parallel import ParallelGroup, Pipe, RankLinks, RankLost
 
@@ -159,8 +160,10 @@ def _gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
 
 def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     """Its watchdog ends this process when an operation takes longer than `timeout_s`: on a GPU nothing else
-    can end a wait for a rank that has died, and the instance starts again as a whole.
+    can end a wait for a rank that has died, and the instance starts again as a whole. (It dumps nothing, and
+    torch takes a minute more for that.)
     """
+    nccl_environment.settle()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)

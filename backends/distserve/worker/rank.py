@@ -29,6 +29,7 @@ from distserve.core.model_config import ModelConfig, resolve_model
 from distserve.core.parsing import ConfigError
 from distserve.core.secret_file import shared_secret
 from distserve.core.shapes import Shape
+from distserve.transfer import nccl_environment
 from distserve.transfer.errors import TransferError
 from distserve.worker.link import Link
 from distserve.worker.parallel import RankLinks, RankLost
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the server, which ends us in order
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader, which gets it as well, ends us in order
+    nccl_environment.settle()
     try:
         steps, side = _links(args)
     except (ConfigError, TransferError, OSError, ValueError) as error:
