@@ -135,7 +135,9 @@ def shared_memory(server_pid: int) -> set[str]:
     words = Path(f"/proc/{server_pid}/cmdline").read_text()
     found = re.search(r"shm-region-prefix-name=(\w+)", words)
     assert found is not None
-    return {name for name in os.listdir("/dev/shm") if name.startswith(found[1])}
+    return {
+        name for name in os.listdir("/dev/shm") if name.startswith(found[1]) and not name.endswith("_claim")
+    }
 
 
 def streams(deployment: Deployment, pool: ThreadPoolExecutor, count: int) -> list[Future[Any]]:

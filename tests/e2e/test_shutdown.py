@@ -17,6 +17,7 @@ from serving import deployed, greedy_mismatches, write_repository
 
 from distserve_tools.client import Client
 from distserve_tools.processes import ProcessId, descendants, session_members, wait_gone
+from distserve_tools.shared_regions import sweep
 from distserve_tools.status import only_local_server
 from model_zoo import Zoo, prompt
 
@@ -101,6 +102,8 @@ def test_a_killed_launcher_takes_its_server_along(zoo: Zoo, tmp_path: Path) -> N
         members = session_members(server.pid)
         process.kill()
     assert wait_gone(members, 30.0) == set()
+    assert all(name.endswith("_claim") for name in shared_memory(process.pid))  # empty
+    sweep()  # as the next start does
     assert shared_memory(process.pid) == set()
 
 
