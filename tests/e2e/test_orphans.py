@@ -47,9 +47,7 @@ with TritonServer(ServerOptions(Path(sys.argv[1]))):
 """
 
 
-def test_memory_of_a_server_that_was_killed_with_its_launcher_is_swept_up(
-    tmp_path: Path,
-) -> None:
+def test_memory_of_a_server_that_was_killed_with_its_launcher_is_swept_up(tmp_path: Path) -> None:
     repository = write_repository(tmp_path / "repository", tiny_model(tmp_path / "model"), TWO_OF_EACH)
     command = [sys.executable, "-c", SERVE, str(repository)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:

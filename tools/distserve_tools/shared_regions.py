@@ -6,7 +6,6 @@ is a file with a lock, which a server and its stubs inherit: it is free when the
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import secrets
@@ -35,12 +34,10 @@ class SharedRegions:
         path = self._folder / f"{self.prefix}{_CLAIM}"
         while self._lock is None:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(BlockingIOError):  # another one is sweeping just now
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_nlink:
-                    self._lock = lock
-                    break
-            os.close(lock)
+            if _take(lock) and os.fstat(lock).st_nlink:
+                self._lock = lock
+            else:  # another one is sweeping just now
+                os.close(lock)
 
     def clear(self) -> None:
         """Removes the regions of a server that has ended; the next one may use the names."""
@@ -63,14 +60,20 @@ def sweep(folder: Path = SHM) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            _remove(folder, path.name.removesuffix(_CLAIM))
-            path.unlink(missing_ok=True)
+            if _take(lock):
+                _remove(folder, path.name.removesuffix(_CLAIM))
+                path.unlink(missing_ok=True)
         finally:
             os.close(lock)
+
+
+def _take(lock: int) -> bool:
+    """Whether nobody else holds it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove(folder: Path, prefix: str) -> None:

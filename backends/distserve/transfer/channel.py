@@ -146,7 +146,7 @@ class GroupChannel:
         except TransferError:
             raise
         except Exception as error:
-            failure = store.error or peer_gone(f"pair group: {first_line(error)}")
+            failure = self._store_error() or peer_gone(f"pair group: {first_line(error)}")
         if failure is not None:
             raise failure
 
