@@ -41,9 +41,10 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the arguments of one launch."""
+    """A kernel with the grid and the arguments of one launch."""
 
     kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
@@ -69,7 +70,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        launches.append(Launch(self, arguments, keywords))
+        launches.append(Launch(self, tuple(grid), arguments, keywords))
 
     original = triton.JITFunction.run
     triton.JITFunction.run = record
@@ -88,6 +89,13 @@ def compile_case(case: str, sm: int, parameters: Mapping[str, Any]) -> list[Comp
     return [_compile(launch, sm) for launch in launches]
 
 
+def grids(case: str, parameters: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and grids of what one of `CASES` launches."""
+    with recorded_launches() as launches:
+        CASES[case](**parameters)
+    return [(launch.kernel.__name__, launch.grid) for launch in launches]
+
+
 def _decode(dtype: torch.dtype, head_dim: int, group: int, page: int, tile: Tile, splits: int) -> None:
     q, pages = torch.zeros(2, 2 * group, head_dim, dtype=dtype), _pages(dtype, head_dim, page)
     tables, lens = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
@@ -95,10 +103,16 @@ def _decode(dtype: torch.dtype, head_dim: int, group: int, page: int, tile: Tile
 
 
 def _prefill(
-    dtype: torch.dtype, head_dim: int, group: int, page: int, tile: Tile, window: int | None
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    page: int,
+    tile: Tile,
+    window: int | None,
+    tokens: int = 2,
 ) -> None:
-    q, pages = torch.zeros(2, 2 * group, head_dim, dtype=dtype), _pages(dtype, head_dim, page)
-    meta = PrefillMeta.build([2], [0], [[0]], torch.device("cpu"))
+    q, pages = torch.empty(tokens, 2 * group, head_dim, dtype=dtype), _pages(dtype, head_dim, page)
+    meta = PrefillMeta.build([tokens], [0], [[0]], torch.device("cpu"))
     paged_prefill(q, pages, pages, meta, 0.1, window, tile)
 
 
@@ -114,13 +128,13 @@ def _norm(kind: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:
         getattr(rows, kind)(wide[:, : size[1]], *parameters, 1e-5)
 
 
-def _silu_mul(dtype: torch.dtype, n: int) -> None:
-    rows.silu_mul(torch.zeros(2, 2 * n, dtype=dtype))
+def _silu_mul(dtype: torch.dtype, n: int, tokens: int = 2) -> None:
+    rows.silu_mul(torch.empty(tokens, 2 * n, dtype=dtype))
 
 
-def _rotary(dtype: torch.dtype, head_dim: int, half: int, store: bool) -> None:
-    q, k, v = torch.zeros(2, 12, head_dim, dtype=dtype).split_with_sizes((8, 2, 2), dim=1)
-    angles, slots = torch.zeros(2, half), torch.zeros(2, dtype=torch.int64)
+def _rotary(dtype: torch.dtype, head_dim: int, half: int, store: bool, tokens: int = 2) -> None:
+    q, k, v = torch.empty(tokens, 12, head_dim, dtype=dtype).split_with_sizes((8, 2, 2), dim=1)
+    angles, slots = torch.empty(tokens, half), torch.zeros(tokens, dtype=torch.int64)
     if store:
         pages = _pages(dtype, head_dim, 16)
         rows.rotary_store(q, k, v, angles, angles, pages, pages, slots)
@@ -128,16 +142,15 @@ def _rotary(dtype: torch.dtype, head_dim: int, half: int, store: bool) -> None:
         rows.rotary(q, k, angles, angles)
 
 
-def _store(dtype: torch.dtype, head_dim: int) -> None:
-    k, pages = torch.zeros(2, 2, head_dim, dtype=dtype), _pages(dtype, head_dim, 16)
-    page_kernels.store(k, k, pages, pages, torch.zeros(2, dtype=torch.int64))
+def _store(dtype: torch.dtype, head_dim: int, tokens: int = 2) -> None:
+    k, pages = torch.empty(tokens, 2, head_dim, dtype=dtype), _pages(dtype, head_dim, 16)
+    page_kernels.store(k, k, pages, pages, torch.zeros(tokens, dtype=torch.int64))
 
 
-def _copy(dtype: torch.dtype, head_dim: int, pack: bool) -> None:
-    pages, ids = _pages(dtype, head_dim, 16), torch.zeros(2, dtype=torch.int64)
-    page_kernels.copy(
-        pages, ids, ids, range(1, 2), torch.zeros(2, 2, 16, 1, head_dim, dtype=dtype), pack=pack
-    )
+def _copy(dtype: torch.dtype, head_dim: int, pack: bool, blocks: int = 2) -> None:
+    pages, ids = _pages(dtype, head_dim, 16), torch.zeros(blocks, dtype=torch.int64)
+    buffer = torch.empty(blocks, blocks, 16, 1, head_dim, dtype=dtype)
+    page_kernels.copy(pages, ids, ids, range(1, 2), buffer, pack=pack)
 
 
 def _pages(dtype: torch.dtype, head_dim: int, page: int) -> torch.Tensor:

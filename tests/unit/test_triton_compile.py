@@ -1,8 +1,9 @@
-"""Compiles the kernels for sm_80 and sm_90, which needs no GPU, and looks at the machine code.
+"""Compiles the kernels for every generation of GPUs with shared memory or products of its own, which needs
+no GPU, and looks at the machine code.
 
 Promised of every variant: it fits the device, keeps everything in registers, reads memory 16 bytes at a
 time, and multiplies matrices on the tensor cores. The everyday tests take each kernel with its default
-tiles; the slow ones everything that the tile table has.
+tiles, for two generations; the slow ones everything that the tile table has, for all.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ import torch
 pytest.importorskip("triton")
 
 from distserve_kernels.triton_lang.tiles import Case, TileTable
-from triton_compilation import Compiled, compile_case
+from triton_compilation import Compiled, compile_case, grids
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one program may have
+# that one program may have
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+MOST_PROGRAMS = 65535  # of every axis of a grid but the first
 REGISTERS, REGISTERS_PER_THREAD = 65536, 255
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SMS = (80, 90)
+EVERYDAY = (80, 90)
+SMS = [pytest.param(sm, marks=() if sm in EVERYDAY else pytest.mark.slow) for sm in SHARED_BYTES]
+LARGE_PRODUCTS = {90: "HGMMA", 100: "UTCHMMA"}  # of more than a warp
 TABLE = TileTable.shipped()
 COMPILE_S = 240  # of one variant on a busy machine
 
@@ -120,8 +125,9 @@ def check(compiled: Compiled, variant: Variant) -> None:
         assert compiled.has(r"STG\..*\b128\b"), f"no 16-byte store: {compiled}"
     if compiled.kernel not in ("decode_reduce", "decode_split"):  # which also write one sum per row
         assert not compiled.has(r"STG\.E(\.U8|\.U16|\.64)?$"), f"narrow store: {compiled}"
-    if compiled.kernel == "prefill" and variant.sm >= 90 and variant.parameters["dtype"] != FP32:
-        assert compiled.has(r"HGMMA"), f"no warp-group product: {compiled}"
+    if compiled.kernel == "prefill" and variant.sm in LARGE_PRODUCTS and variant.parameters["dtype"] != FP32:
+        product = LARGE_PRODUCTS[variant.sm]
+        assert compiled.has(product), f"no {product}: {compiled}"
     elif compiled.kernel in ("decode_split", "prefill"):
         operands = "TF32" if variant.parameters["dtype"] == FP32 else "F32"
         assert compiled.has(rf"HMMA\..*{operands}"), f"no tensor core product: {compiled}"
@@ -158,6 +164,28 @@ def compile_all(pool: ProcessPoolExecutor, variants: list[Variant]) -> None:
             except AssertionError as error:
                 wrong.append(f"{variant}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_axis_but_the_first_grows_with_the_prompt(compilers: ProcessPoolExecutor) -> None:
+    """One prompt of 200,000 tokens, in the smallest tiles, and as many blocks."""
+    tokens = {"tokens": 200_000}
+    launches: list[tuple[str, Mapping[str, Any]]] = [
+        (variant.case, variant.parameters | tokens)
+        for variant in attention("prefill", 80, FP32, 64, 16, 16, None, slice(1))
+    ]
+    launches += [
+        ("norm", {"kind": "rms_norm", "dtype": FP16, "size": (200_000, 64)}),
+        ("silu_mul", {"dtype": FP16, "n": 64} | tokens),
+        ("rotary", {"dtype": FP16, "head_dim": 64, "half": 32, "store": True} | tokens),
+        ("store", {"dtype": FP16, "head_dim": 64} | tokens),
+        ("copy", {"dtype": FP16, "head_dim": 64, "pack": True, "blocks": 500}),
+    ]
+    found = [
+        kernel for case in launches for kernel in compilers.submit(grids, *case).result(timeout=COMPILE_S)
+    ]
+    assert len(found) == len(launches)
+    for kernel, grid in found:
+        assert max(grid[1:], default=1) <= MOST_PROGRAMS, f"{kernel}: grid {grid}"
 
 
 @pytest.mark.parametrize("sm", SMS)

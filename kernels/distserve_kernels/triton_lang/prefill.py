@@ -41,7 +41,8 @@ def paged_prefill(
     heads = min(group, tile.m)
     tables = packed_rows(meta.block_tables)
     longest = max(meta.query_lens)
-    grid = (kv_heads * ceil_div(group, heads), ceil_div(longest, tile.m // heads), len(meta.query_lens))
+    tiles = ceil_div(longest, tile.m // heads)
+    grid = (tiles * kv_heads * ceil_div(group, heads), len(meta.query_lens))
     prefill[grid](
         q,
         key_pages,

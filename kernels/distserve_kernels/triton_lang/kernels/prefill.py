@@ -76,13 +76,18 @@ def prefill(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (kv_heads * ceil(GROUP / HEADS), ceil(longest / (BLOCK_M // HEADS)), n)."""
+    """Grid (ceil(longest / (BLOCK_M // HEADS)) * kv_heads * ceil(GROUP / HEADS), n).
+
+    Tiles and heads share the first axis, as the others end at 65,535. Programs of one tile are neighbours.
+    """
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(0) // HEAD_BLOCKS
-    sequence = tl.program_id(2)
+    head_blocks = token_stride // HEAD_DIM * HEAD_BLOCKS
+    head_block = tl.program_id(0) % head_blocks
+    kv_head = head_block // HEAD_BLOCKS
+    sequence = tl.program_id(1)
     # The last tile has most to do and starts first.
-    tile_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
+    tile_start = (tl.num_programs(0) // head_blocks - 1 - tl.program_id(0) // head_blocks) * TOKENS
     row0 = tl.load(cu_query + sequence)
     queries = tl.load(cu_query + sequence + 1) - row0
     if tile_start >= queries:
@@ -94,7 +99,7 @@ def prefill(
     line = tl.arange(0, BLOCK_M)
     token = line // HEADS
     head = line % HEADS
-    head0 = kv_head * GROUP + (tl.program_id(0) % HEAD_BLOCKS) * HEADS
+    head0 = kv_head * GROUP + (head_block % HEAD_BLOCKS) * HEADS
     real = (line < TOKENS * HEADS) & (tile_start + token < queries) & (head0 + head < (kv_head + 1) * GROUP)
     row = (row0 + tile_start).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
