@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from distserve.core.shapes import Shape
+from distserve.transfer.copies import Copies
 from distserve.transfer.errors import TransferError
 from transfer_peer import Decode, DecodeProcess, Instance, InstanceProcess, soon
 
@@ -54,6 +55,33 @@ def test_a_killed_source_fails_its_transfer_at_once_and_no_other(decode: Decode)
     finally:
         victim.end()
         other.end()
+
+
+def test_a_failed_pull_ends_only_after_the_copies_that_it_has_issued(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late that is: its blocks are given to others then."""
+    settling, settled = threading.Event(), threading.Event()
+
+    def settle(self: Copies) -> None:
+        settling.set()
+        settled.wait(30)
+
+    monkeypatch.setattr(Copies, "settle", settle)
+    victim = InstanceProcess(Shape(), name="victim", **MIDST)
+    try:
+        future = in_midst(decode, victim)
+        victim.end()
+        assert settling.wait(10)
+        with pytest.raises(TimeoutError):
+            future.result(1.5)
+        settled.set()
+        error = future.exception(5)
+        assert isinstance(error, TransferError)
+        assert error.code == "UNAVAILABLE"
+    finally:
+        settled.set()
+        victim.end()
 
 
 def test_a_stopped_source_fails_at_the_deadline_and_can_come_back(decode: Decode) -> None:

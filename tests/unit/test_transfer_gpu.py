@@ -16,6 +16,7 @@ from distserve.core.shapes import Shape
 from distserve.transfer import ipc, nccl_environment
 from distserve.transfer.chunks import Piece
 from distserve.transfer.control import Control
+from distserve.transfer.copies import SETTLE_S
 from distserve.transfer.errors import TransferError
 from distserve.transfer.ipc import IpcChannel
 from distserve.transfer.memory import GPU, shared_kind, without_ipc
@@ -118,6 +119,54 @@ def test_ipc_survives_a_killed_and_a_stopped_peer() -> None:
         survives_lost_peers(decode, "cuda:0", backend="nccl")
     finally:
         decode.close()
+
+
+def busy(seconds: float) -> None:
+    """Keeps the current stream of a GPU of 2 GHz so long."""
+    torch.cuda._sleep(int(seconds * 2e9))
+
+
+@pytest.mark.gpu
+@one_gpu
+def test_a_failed_pull_ends_only_after_the_copies_that_it_has_issued() -> None:
+    """Its blocks are given to others then. Here the device is busy while the source is killed."""
+    decode = Decode(Shape(), device="cuda:0", backend="nccl", staging_bytes=4096)
+    peer = InstanceProcess(Shape(), device="cuda:0", staging_bytes=4096, backend="nccl")
+    try:
+        for future in decode.pull(peer.call("lease", SRC), DST, 60.0):
+            future.result(60)
+        (receiver,) = decode.pullers[0]._receivers.values()
+        stream = receiver._copies._stream
+        with torch.cuda.stream(stream):
+            busy(4 * SETTLE_S)
+            over = stream.record_event()
+        peer.call("slow_down", 0.1)
+        future = decode.pull(peer.call("lease", SRC), DST, 60.0)[0]
+        time.sleep(0.35)  # some messages have come, others have not
+        peer.end()
+        assert not over.query()
+        assert isinstance(future.exception(30), TransferError)
+        assert over.query()
+    finally:
+        decode.close()
+        peer.end()
+
+
+@pytest.mark.gpu
+@one_gpu
+def test_lanes_are_used_again_once_their_last_copy_has_ended() -> None:
+    pool = ipc.LanePool(torch.device("cuda:0"), 4096)
+    lanes, filled = pool.take()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        busy(1.0)
+        filled[1].record()
+    pool.give(lanes, filled)
+    others, their_events = pool.take()
+    assert others is not lanes
+    pool.give(others, their_events)
+    stream.synchronize()
+    assert pool.take()[0] is lanes
 
 
 @pytest.mark.gpu

@@ -4,6 +4,8 @@ GPU.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +16,14 @@ from torch import Tensor
 
 from distserve.transfer.channel import Channel
 from distserve.transfer.chunks import Piece, units
-from distserve.transfer.errors import timed_out
+from distserve.transfer.errors import TransferError, timed_out
 from distserve.transfer.packing import Packer
+
+logger = logging.getLogger(__name__)
 
 PAUSE_S = 50e-6  # between two looks at a CUDA event
 SETTLE_S = 1.0  # for copies that were issued before a transfer failed
+STUCK_S = 120.0  # longer than any step: a device that has not ended a copy by then does nothing more
 
 
 class Copies:
@@ -95,6 +100,19 @@ class Copies:
             if time.monotonic() >= deadline:
                 raise timed_out("copy on the device")
             time.sleep(PAUSE_S)
+
+    def settle(self) -> None:
+        """Until nothing that was issued writes to pages any more.
+
+        A copy can't be called back, and before it has ended its pages can't be given to others, whatever has
+        become of the request. Where it never ends, neither will what waits behind it: the process goes, and
+        its supervisor starts it again.
+        """
+        try:
+            self.finish(time.monotonic() + STUCK_S)
+        except TransferError:
+            logger.critical("ends: the device has not ended a copy after %g s", STUCK_S)
+            os._exit(1)
 
 
 def mark(device: torch.device) -> Any:

@@ -1,9 +1,10 @@
 """The data path between two GPU processes of one host: device memory of the source, mapped by the puller.
 
 The source packs into it and the puller unpacks straight from it, so between instances on one GPU the KV is
-copied twice on the device and never leaves it; between two GPUs it crosses their link once. Nobody waits for
-a copy: that a lane is filled, or empty again, is a CUDA event that both processes hold, and the other side's
-stream waits for it. Nothing here touches CUDA at import.
+copied twice on the device and never leaves it; between two GPUs it crosses their link once. That a lane is
+filled, or empty again, is a CUDA event that both processes hold. A stream waits for it only once the host has
+seen that it has come: the event of a killed process never does, and a stream that waits for it never ends.
+Nothing here touches CUDA at import.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from distserve.transfer.control import Control, Message
 from distserve.transfer.errors import bad_message
+from distserve.transfer.waiting import wait_for_device
 
 LANES = 2
 TOKEN_BYTES = 16
@@ -32,8 +34,8 @@ class LanePool:
     """Lanes that a source has shared before: memory and events of pairs that have ended, for those to come.
 
     torch keeps memory that was shared until the other process lets go, which a killed one never does. Here
-    it is used again: there are never more lanes than there were pairs at one time. An old puller that still
-    reads gets what belongs to a pull that has failed.
+    it is used again, once the last copy into it has ended. An old puller that still reads gets what belongs
+    to a pull that has failed.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
@@ -55,8 +57,9 @@ class LanePool:
     def take(self) -> tuple[list[Tensor], list[Any]]:
         """Lanes and their events, of nobody else."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            for place, (_, filled) in enumerate(self._idle):
+                if all(event.query() for event in filled):  # a copy of a failed pull may still run
+                    return self._idle.pop(place)
         cuda: Any = torch.cuda  # untyped in torch
         with cuda.device(self._device):
             lanes = [torch.zeros(self._size, dtype=torch.uint8, device=self._device) for _ in range(LANES)]
@@ -116,19 +119,20 @@ class IpcChannel:
         self._busy[lane] = True
 
     def wait(self, lane: int, deadline: float) -> None:
-        """Makes the current stream wait for the other side's copy; the host waits for its notice only."""
+        """Until the other side's copy has ended."""
         if not self._busy[lane]:
             return
         self._busy[lane] = False
-        if self._pool is not None:
-            self._drained[lane].wait()
-            return
-        notice = self._control.recv(deadline)
-        if notice.get("op") != "sent" or notice.get("lane") != lane:
-            raise bad_message(
-                f"op={notice.get('op')!r} lane={notice.get('lane')!r}: expected is 'sent' lane {lane}"
-            )
-        self._filled[lane].wait()
+        event = self._drained[lane]
+        if self._pool is None:
+            event = self._filled[lane]
+            notice = self._control.recv(deadline)
+            if notice.get("op") != "sent" or notice.get("lane") != lane:
+                raise bad_message(
+                    f"op={notice.get('op')!r} lane={notice.get('lane')!r}: expected is 'sent' lane {lane}"
+                )
+        wait_for_device(event.query, self._control, deadline)
+        event.wait()  # what it has done is seen by what comes after it in the current stream
 
     def close(self) -> None:
         """May be called twice. At the puller the memory is unmapped with the last tensor."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,13 +20,11 @@ import torch.distributed as dist
 from distserve.transfer import nccl_environment
 from distserve.transfer.channel import GroupChannel, first_line, left
 from distserve.transfer.control import Control
-from distserve.transfer.errors import TransferError, peer_gone, timed_out
+from distserve.transfer.errors import TransferError, peer_gone
 from distserve.transfer.rendezvous import ControlStore
+from distserve.transfer.waiting import wait_for_device
 
-FIRST_PAUSE_S = 20e-6  # between two looks at an event; doubles up to the longest
-LONGEST_PAUSE_S = 1e-3
 ABORT_S = 5.0  # an abort that takes longer goes on in its thread
-LOOK_S = 0.01  # between two looks whether the peer still has its end of the control connection
 
 
 class NcclChannel(GroupChannel):
@@ -57,19 +54,13 @@ class NcclChannel(GroupChannel):
             return dist.ProcessGroupNCCL(store, self._rank, 2, options)
 
     def _wait(self, work: Any, deadline: float) -> TransferError | None:
-        pause, look = FIRST_PAUSE_S, time.monotonic() + LOOK_S
+        assert self._control is not None
         try:
-            while not work.is_completed():
-                now = time.monotonic()
-                if now >= deadline:
-                    return timed_out("message")
-                if now >= look:  # between GPUs of one host a killed peer is no error of NCCL's
-                    if self._control is not None and self._control.gone():
-                        return peer_gone("message: the control connection has ended")
-                    look = now + LOOK_S
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+            # between GPUs of one host a killed peer is no error of NCCL's
+            wait_for_device(work.is_completed, self._control, deadline)
             work.wait()  # returns at once; raises what went wrong
+        except TransferError as error:
+            return error
         except RuntimeError as error:
             return peer_gone(f"message: {first_line(error)}")
         return None

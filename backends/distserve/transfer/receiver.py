@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -14,8 +13,8 @@ from typing import NamedTuple
 from distserve.transfer.channel import PULLER, Channel, open_channel
 from distserve.transfer.chunks import Piece, messages, total_units
 from distserve.transfer.control import Control, Message, connect
-from distserve.transfer.copies import SETTLE_S, Copies
-from distserve.transfer.errors import TransferError, bad_message, timed_out
+from distserve.transfer.copies import Copies
+from distserve.transfer.errors import TransferError, bad_message, peer_gone, timed_out
 from distserve.transfer.handle import Layout, split_address
 from distserve.transfer.leases import Claimant
 from distserve.transfer.packing import Packer
@@ -123,6 +122,8 @@ class Receiver:
             if accepted.channel:
                 self._open(control, accepted, pull.deadline)
             complete = self._receive(control, pull, slices, accepted)
+            if control.gone():  # before that the source keeps its blocks and buffers for us, no longer
+                raise peer_gone("the source has ended the transfer")
             control.send({"op": "confirm" if complete else "cancel"}, pull.deadline)
         except BaseException:
             self._teardown()
@@ -233,6 +234,5 @@ class Receiver:
         if self._channel is not None:
             self._channel.close()
         if self._copies is not None:
-            with contextlib.suppress(TransferError):
-                self._copies.finish(time.monotonic() + SETTLE_S)
+            self._copies.settle()
         self._control = self._channel = self._copies = None
