@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from distserve_kernels.transit import upload
+
 logger = logging.getLogger(__name__)
 
 PROVIDERS: Mapping[str, str] = {
@@ -63,8 +65,8 @@ class PrefillMeta:
             tuple(query_lens),
             tuple(starts),
             pad_tables(block_tables, device),
-            torch.tensor(cu, dtype=torch.int32, device=device),
-            torch.tensor(context, dtype=torch.int32, device=device),
+            upload(torch.tensor(cu, dtype=torch.int32), device),
+            upload(torch.tensor(context, dtype=torch.int32), device),
         )
 
 
@@ -72,7 +74,7 @@ def pad_tables(block_tables: Sequence[Sequence[int]], device: torch.device) -> T
     """Ragged lists of block ids as one int32 tensor [n, longest], padded with 0."""
     width = max((len(t) for t in block_tables), default=0)
     rows = [[*table, *([0] * (width - len(table)))] for table in block_tables]
-    return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)
+    return upload(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width), device)
 
 
 class RotaryStore(Protocol):

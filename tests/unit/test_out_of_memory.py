@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig
 from distserve.worker import footprint
+from distserve.worker.decode_graphs import DecodeGraphs
 from distserve.worker.executor import make_executor
 from distserve.worker.runner import ModelRunner
 from distserve.worker.step import Joining, SamplingParams, StepInput, StepItem
@@ -104,6 +106,35 @@ def test_the_largest_steps_are_run_to_find_what_they_take(
     assert runner.run_largest(measure) == (1, 2)
     assert [len(output.tokens) for output in ran] == [len(step.items), 5]
     assert len(runner._sampler) == 0
+
+
+def test_the_largest_graphs_are_recorded_to_find_what_all_take(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo("llama").folder
+    values = {"instance": "t", "role": "unified", "model": str(folder), "decode_graphs": True}
+    runner = ModelRunner(EngineConfig.load({**values, "max_batch_size": 20}), ModelConfig.load(folder))
+    recorded: list[tuple[int, int]] = []
+    step = DecodeGraphs._step
+
+    def note(self: DecodeGraphs, bucket: int, width: int) -> None:
+        recorded.append((bucket, width))
+        step(self, bucket, width)
+
+    def driver_bytes(work: Callable[[], object], device: torch.device) -> int:
+        recorded.clear()
+        work()
+        return 7 * len(recorded)
+
+    monkeypatch.setattr(DecodeGraphs, "_step", note)
+    monkeypatch.setattr(footprint, "driver_bytes", driver_bytes)
+    found = runner._graph_bytes()
+    tried = set(recorded)
+    assert len(tried) == len(recorded) // 2, "each is recorded and run"
+    recorded.clear()
+    runner.allocate(64)
+    assert tried < set(recorded)
+    assert found == 2 * 7 * len(recorded), "as many as are recorded in the end"
 
 
 @pytest.mark.gpu

@@ -56,6 +56,7 @@ class DecodeGraphs:
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros((most, hidden), dtype=dtype, device=device)
+        self._recorder = Recorder(device)
         self._replays: dict[tuple[int, int], Work] = {}  # by bucket and width of the tables
         self._at: Tensor | None = None  # rows of the step in progress, None: the first ones, in order
 
@@ -63,13 +64,19 @@ class DecodeGraphs:
     def record(self, buckets: Sequence[int] | None = None) -> None:
         """Records the graphs of all batch sizes, or of some."""
         began = time.monotonic()
-        recorder = Recorder(self._device)
-        sizes = itertools.product(buckets or self.buckets, self._widths)
+        sizes = itertools.product(self.buckets if buckets is None else buckets, self._widths)
         for bucket, width in sorted(sizes, reverse=True):  # later ones fit into the first one's memory
-            self._inputs[: 3 * bucket].view(3, bucket)[0] = 0
-            self._inputs[: 3 * bucket].view(3, bucket)[1:] = -1
-            self._replays[bucket, width] = recorder.record(partial(self._step, bucket, width))
+            self._leave_empty(bucket)
+            self._replays[bucket, width] = self._recorder.record(partial(self._step, bucket, width))
         logger.info("%d decode graphs in %.1f s", len(self._replays), time.monotonic() - began)
+
+    @torch.inference_mode()
+    def rehearse(self, buckets: Sequence[int]) -> None:
+        """Records these and runs each once, which is when the driver takes the rest of its memory."""
+        self.record(buckets)
+        for bucket, width in itertools.product(buckets, self._widths):
+            self._leave_empty(bucket)
+            self._replays[bucket, width]()
 
     def serves(self, items: Sequence[StepItem]) -> bool:
         """Is this a decode step of a recorded size? One token of a prompt that goes on samples nothing."""
@@ -101,6 +108,12 @@ class DecodeGraphs:
             self._sampled[: len(tokens)] = tokens
         else:
             self._sampled[self._at] = tokens
+
+    def _leave_empty(self, bucket: int) -> None:
+        """The next run is of no sequence."""
+        given = self._inputs[: 3 * bucket].view(3, bucket)
+        given[0] = 0
+        given[1:] = -1
 
     def _step(self, bucket: int, width: int) -> None:
         given, positions, source = self._inputs[: 3 * bucket].view(3, bucket)

@@ -61,3 +61,17 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     peak = int(cuda.max_memory_reserved(device)) - int(before)
     cuda.empty_cache()
     return max(0, peak)
+
+
+def driver_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Memory of a GPU that the work leaves taken beside torch's own, as the nodes of graphs are."""
+    before = _beside_torch(device)
+    work()
+    return max(0, _beside_torch(device) - before)
+
+
+def _beside_torch(device: torch.device) -> int:
+    cuda: Any = torch.cuda  # untyped in torch
+    cuda.synchronize(device)
+    free, total = cuda.mem_get_info(device)
+    return int(total) - int(free) - int(cuda.memory_reserved(device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +28,12 @@ from distserve.worker.sampler import Choice, Sampler
 from distserve.worker.step import StepInput, StepItem, StepOutput
 from distserve_kernels import ops
 from distserve_kernels.backend import AttentionBackend, PrefillMeta, choose_backend
+from distserve_kernels.transit import upload
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
+GRAPHS_TRIED = 8  # batch sizes, to see what their graphs take: the driver gives memory in large pieces
 Integers = npt.NDArray[np.int64]
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,9 +129,8 @@ class StepTensors:
                 [item.block_table for item in prompts],
                 self._device,
             )
-        inputs = torch.tensor(ids, dtype=torch.int64)
-        tensors = (inputs, torch.from_numpy(place), torch.from_numpy(slots))
-        on_device = tuple(t.to(self._device, non_blocking=True) for t in tensors)
+        inputs = np.array(ids, dtype=np.int64)
+        on_device = (upload(array, self._device) for array in (inputs, place, slots))
         return (*on_device, decode, prefill)  # type: ignore[return-value]
 
     def _decode_rows(self, items: Sequence[StepItem], positions: Integers, slots: Integers) -> DecodeMeta:
@@ -143,11 +146,11 @@ class StepTensors:
             row[: len(item.block_table)] = item.block_table
         blocks = tables[np.arange(n), positions // size]
         np.add(blocks.astype(np.int64) * size, positions % size, out=slots)
-        lens = torch.from_numpy((positions + 1).astype(np.int32))
+        lens = upload((positions + 1).astype(np.int32), self._device)
         rows = torch.from_numpy(tables)[:, :width]
         if self._device.type != "cpu":
             rows = rows.contiguous()  # as wide as needed: attention is launched for the longest context
-        return DecodeMeta(rows.to(self._device, non_blocking=True), lens.to(self._device, non_blocking=True))
+        return DecodeMeta(upload(rows, self._device), lens)
 
     def _prompt_slots(self, items: Sequence[StepItem], positions: Integers, slots: Integers) -> None:
         row = 0
@@ -225,7 +228,10 @@ class ModelRunner:
         if the steps alone do not fit.
         """
         try:
+            graphs = 0
             steps = self.run_largest(lambda work: footprint.peak_bytes(work, self.device))
+            if wants_graphs(self._config, self.device) and self._recordable():
+                graphs = steps[-1] + self._graph_bytes()  # they keep what a step takes
         except torch.OutOfMemoryError as error:
             prompt = footprint.largest_prompt(self._config, self._context)
             raise ConfigError(
@@ -233,15 +239,43 @@ class ModelRunner:
                 f"{prompt} tokens or a decode step of so many sequences does not fit beside the weights "
                 f"({str(error).splitlines()[0][:200]}); lower one of them or max_batch_tokens"
             ) from None
-        decode = steps[-1] if wants_graphs(self._config, self.device) else 0  # graphs keep theirs
         transfers = 0 if self._config.role == "unified" else footprint.TRANSFER_BYTES
         margin = int(footprint.MARGIN_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
         logger.info(
-            "%s: %.1f MB for prompts, %.1f MB for decode steps, %.1f MB for transfers, %.1f MB margin",
+            "%s: %.1f MB for prompts, %.1f MB for decode steps, %.1f MB for graphs, %.1f MB for transfers, "
+            "%.1f MB margin",
             self._config.instance,
-            *(size / 1e6 for size in (*steps, transfers, margin)),
+            *(size / 1e6 for size in (*steps, graphs, transfers, margin)),
         )
-        return max(steps) + decode + transfers + margin
+        return max(steps) + graphs + transfers + margin
+
+    def _graph_bytes(self) -> int:
+        """Bytes of the GPU that the driver takes for all decode graphs, judged by a few, which are recorded
+        over a pool of one block, run and dropped.
+        """
+        self.kv_cache = KVCache(self._backend, self._shape, 1, self.device)
+        graphs = self._make_graphs()
+        buckets = graphs.buckets
+        graphs.rehearse(buckets[-1:])  # modules are loaded, libraries have their workspaces
+        few = buckets[-GRAPHS_TRIED - 1 : -1]
+        taken = footprint.driver_bytes(partial(graphs.rehearse, few), self.device)
+        del graphs, self.kv_cache
+        torch.cuda.empty_cache()
+        return taken * len(buckets) // max(1, len(few))
+
+    def _make_graphs(self, blocks: int | None = None) -> DecodeGraphs:
+        """Nothing recorded yet. `blocks`: of the pool, if no sequence can be longer."""
+        config = self._config
+        longest = -(-self._context // config.block_size)
+        return DecodeGraphs(
+            self._decode,
+            config.max_batch_size,
+            longest if blocks is None else min(blocks, longest),
+            config.block_size,
+            self._hidden_size,
+            self._dtype,
+            self.device,
+        )
 
     def run_largest(self, measure: Callable[[Callable[[], object]], int]) -> tuple[int, int]:
         """Runs the largest prompt step and the largest decode step, over a pool of one block, inside
@@ -261,17 +295,8 @@ class ModelRunner:
     def allocate(self, blocks: int) -> None:
         """Makes the pool and, where decode steps are recorded, their graphs."""
         self.kv_cache = KVCache(self._backend, self._shape, blocks, self.device)
-        config = self._config
-        if wants_graphs(config, self.device) and self._recordable():
-            self._graphs = DecodeGraphs(
-                self._decode,
-                config.max_batch_size,
-                min(blocks, -(-self._context // config.block_size)),
-                config.block_size,
-                self._hidden_size,
-                self._dtype,
-                self.device,
-            )
+        if wants_graphs(self._config, self.device) and self._recordable():
+            self._graphs = self._make_graphs(blocks)
             self._graphs.record()
         logger.info(
             "%s: %d blocks of %d tokens, %.1f MB of KV cache",
@@ -336,7 +361,7 @@ class ModelRunner:
             last = np.cumsum([len(item.tokens) for item in items]) - 1
             if order is not None:
                 chosen.sort(key=order.__getitem__)
-            rows = torch.from_numpy(last[chosen]).to(self.device)
+            rows = upload(last[chosen], self.device)
         inputs, positions, slots, decode, prefill = self._tensors.build(items)
         if links.pipe_in is not None:
             inputs = torch.empty((len(positions), self._hidden_size), dtype=self._dtype, device=self.device)
@@ -353,9 +378,9 @@ class ModelRunner:
         attention = PagedAttention(self._backend, self.kv_cache, slots, DecodeMeta(tables, lens), None)
         return self._model.forward(ids, positions, attention)
 
-    def _nothing(self) -> RunningStep | None:
-        """A step that samples no token."""
-        nothing = Choice((), torch.empty(0, dtype=torch.int64), ())
+    def _nothing(self, device: torch.device = CPU) -> RunningStep | None:
+        """A step that samples no token. It has ended once `device` comes here."""
+        nothing = Choice((), torch.empty(0, dtype=torch.int64, device=device), ())
         return RunningStep(self._sampler, nothing) if self._links.samples else None
 
     def _choose(
@@ -363,7 +388,7 @@ class ModelRunner:
     ) -> RunningStep | None:
         """Samples the next token of each item from its row of `hidden`. All ranks of the stage come here."""
         if not items:
-            return self._nothing()
+            return self._nothing(self.device)
         logits = self._model.logits(hidden)
         if not self._links.samples:
             return None
