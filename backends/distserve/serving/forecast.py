@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from distserve.serving.attainment import Objectives
 from distserve.serving.fleet import Fleet
 from distserve.serving.link import InstanceLink
-from distserve.serving.pace import DecodePace
 from distserve.serving.router import Router
 from distserve.serving.schema import ServingError
 from distserve.serving.session import Session
@@ -30,11 +28,6 @@ class Forecaster:
 
     def __init__(self, fleet: Fleet, router: Router) -> None:
         self._fleet, self._router = fleet, router
-        self._paces: WeakKeyDictionary[InstanceLink, DecodePace] = WeakKeyDictionary()
-
-    def paced(self, link: InstanceLink, now: float, seconds: float) -> None:
-        """A token of a request that is decoded there came so long after the one before."""
-        self._paces.setdefault(link, DecodePace()).note(now, len(link.targets), seconds)
 
     def forecast(self, session: Session, now: float) -> Forecast | None:
         """Of a session that is not queued yet."""
@@ -67,10 +60,9 @@ class Forecaster:
         decoding = self._decoding(session)
         expected = []
         for link in decoding:
-            pace = self._paces.get(link)
             most = link.status.max_batch_size if link.status is not None else 1
             requests = min(most, len(link.targets) + coming // len(decoding) + 1)
-            seconds = pace.seconds(now, requests) if pace is not None else None
+            seconds = link.load.decode_pace.seconds(now, requests)
             if seconds is None:  # perhaps it is fast
                 return None
             expected.append((seconds, requests))

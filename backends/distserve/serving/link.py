@@ -296,7 +296,7 @@ class InstanceLink:
         self.leases.clear()
         self._work.clear()
         self._outbox.clear()
-        self.load = Load(pace=self.load.pace)  # the hardware is the same
+        self.load = Load(pace=self.load.pace, decode_pace=self.load.decode_pace)  # the hardware is the same
         self.errors[error.code] += len(lost)
         for target in lost.values():
             target.on_lost(self, error)

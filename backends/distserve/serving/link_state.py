@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from distserve.serving.pace import PrefillPace
+from distserve.serving.pace import DecodePace, PrefillPace
 from distserve.serving.schema import LOAD_KEYS
 from distserve.transfer.handle import Layout
 
@@ -83,6 +83,7 @@ class Load:
     unsent_charge: int = 0
     longs: int = 0  # outstanding prompts that can be overtaken
     pace: PrefillPace = field(default_factory=PrefillPace)
+    decode_pace: DecodePace = field(default_factory=DecodePace)
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take over a reported load."""

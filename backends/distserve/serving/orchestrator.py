@@ -278,9 +278,6 @@ class Orchestrator:
         # until its poll finds out, a dead instance looks idle: it would be chosen again and again
         self.router.leave_alone(link, self.now(), _UNREACHABLE_S)
 
-    def paced(self, link: InstanceLink, seconds: float) -> None:
-        self._forecaster.paced(link, self.now(), seconds)
-
     def wait_for_room(self, session: Session, link: InstanceLink) -> None:
         now = self.now()
         self.router.leave_alone(link, now, _FULL_S)

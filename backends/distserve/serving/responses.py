@@ -38,8 +38,11 @@ class ResponseBuilder:
 
     def build(self, chunk: Chunk) -> Outputs:
         """The outputs of one message."""
-        text, self._prefix = self._prefix + chunk.text, ""
-        outputs: Outputs = {"text_output": _strings(text), "output_ids": np.array(chunk.ids, np.int32)}
+        outputs: Outputs = {}
+        if "text_output" in self._requested:  # an array of a string takes as long as all others
+            outputs["text_output"] = _strings(self._prefix + chunk.text)
+            self._prefix = ""
+        outputs["output_ids"] = np.array(chunk.ids, np.int32)
         self._add_vllm(outputs, chunk)
         if self._params.return_log_probs:
             outputs["cum_log_probs"] = np.array([chunk.cumulative_logprob], np.float32)
@@ -51,6 +54,8 @@ class ResponseBuilder:
             outputs["prompt_tokens"] = np.array([chunk.final.prompt_tokens], np.uint32)
             outputs["completion_tokens"] = np.array([chunk.final.completion_tokens], np.uint32)
             outputs["stage_times"] = _strings(json.dumps(chunk.final.stage_times))
+        if not self._named:
+            return outputs
         return {name: value for name, value in outputs.items() if name in self._requested}
 
     def _add_vllm(self, outputs: Outputs, chunk: Chunk) -> None:

@@ -33,9 +33,6 @@ class SessionHost(Protocol):
     def unreachable(self, link: InstanceLink) -> None:
         """A submit did not get there, although the link may not have noticed yet."""
 
-    def paced(self, link: InstanceLink, seconds: float) -> None:
-        """A token of a decoding session came so long after the one before."""
-
     def wait_for_room(self, session: Session, link: InstanceLink) -> None:
         """The instance is full: queue the session again, and leave the instance alone for a moment."""
 
@@ -182,9 +179,9 @@ class Session:
             self._send()
 
     def _tell_pace(self) -> None:
-        now = self._host.now()
-        if self._paced_s and self.link is not None:
-            self._host.paced(self.link, (now - self._paced_s) / self._paced_tokens)
+        now, link = self.last_sign_s, self.link
+        if self._paced_s and link is not None:
+            link.load.decode_pace.note(now, len(link.targets), (now - self._paced_s) / self._paced_tokens)
         self._paced_s, self._paced_tokens = now, 0
 
     def on_refused(self, link: InstanceLink, error: ServingError) -> None:
