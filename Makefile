@@ -35,8 +35,8 @@ lint: $(INSTALLED)
 unit: $(INSTALLED)
 	@$(BIN)/pytest -m "not slow and not gpu and not gpu2" $(PYTEST_FLAGS)
 
-reproduce: $(INSTALLED)  ## measure docs/results.md again (hours; QUICK=1: minutes), into build/testbed
-	@$(BIN)/distserve testbed $(if $(QUICK),--quick)
+reproduce: $(INSTALLED)  ## measure docs/results.md again, into build/testbed (a day; QUICK=1: minutes; RESUME=1: go on)
+	@$(BIN)/distserve testbed $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 	@$(BIN)/distserve bench orchestrator --output build/testbed/orchestrator.json
 
 repository: $(INSTALLED)  ## write model_repository/ again

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from distserve_tools.testbed import lone_engine, systems
 from distserve_tools.testbed.campaign import (
     Campaign,
     add_predictions,
+    belongs,
     beside_engines,
     blocks_of,
     grid,
-    keep_whole_rates,
+    missing_turns,
     sizing,
+    with_whole_rates,
 )
 from distserve_tools.testbed.comparison import goodput_rps, latency_error, pairs, repeat_noise, winner
 from distserve_tools.testbed.cpu_account import (
@@ -53,9 +56,9 @@ from distserve_tools.testbed.pace import (
     measured_pace,
     processor_share,
 )
-from distserve_tools.testbed.plan import WORKLOADS
+from distserve_tools.testbed.plan import WORKLOADS, TestbedPlan
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, fit_terms
-from distserve_tools.testbed.recorded import read_campaigns, write_campaigns
+from distserve_tools.testbed.recorded import Recording, read_campaigns
 from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
 from distserve_tools.testbed.report import goodputs, report
 from distserve_tools.testbed.runs import Run
@@ -383,28 +386,40 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_an_interrupted_campaign_keeps_whole_rates() -> None:
+def recorded(path: Path, *campaigns: Campaign) -> Recording:
+    """Their lone requests have what the engines have counted, as measured ones do."""
+    for campaign in campaigns:
+        for run in campaign.lone.values():
+            run.engines = campaign.runs[0].engines if run.system == DISAGGREGATED else {}
+    return Recording(path, campaigns)
+
+
+def test_an_interrupted_campaign_is_reported_with_its_whole_rates() -> None:
     cut = campaign()
     cut.rates = [1.0, 2.0, 3.0]
     cut.runs.append(run_of(DISAGGREGATED, 3.0, 0, 0))  # the other system was not measured there
-    keep_whole_rates(cut)
-    assert cut.rates == [1.0, 2.0]
-    assert {run.rate_rps for run in cut.runs} == {1.0, 2.0}
+    whole = with_whole_rates(cut)
+    assert whole is not None
+    assert whole.rates == [1.0, 2.0]
+    assert {run.rate_rps for run in whole.runs} == {1.0, 2.0}
+    assert cut.rates == [1.0, 2.0, 3.0], "so that it can go on"
+    assert with_whole_rates(campaign()) is not None
+    assert with_whole_rates(replace(cut, runs=cut.runs[-1:])) is None
 
 
 def test_a_campaign_that_was_kept_is_reported_again(tmp_path: Path) -> None:
     measured = campaign()
     failed = measured.runs[-1].records[3]
     failed.error, failed.token_s, failed.token_counts = "UNAVAILABLE: gone", [], []
-    for run in measured.lone.values():
-        run.engines = measured.runs[0].engines if run.system == DISAGGREGATED else {}
-    add_predictions(measured)
     path = tmp_path / "results.json"
-    write_campaigns(path, [measured, measured])
-    first, second = read_campaigns(path)
-    assert report(first) == report(second) == report(measured)
-    assert first.runs[-1].records[3].error == "UNAVAILABLE: gone"
-    seen = first.runs[0].predicted
+    recording = recorded(path, measured)
+    add_predictions(measured)
+    recording.save(path)
+    again = Recording(path, read_campaigns(path))
+    (found,) = again.finished()
+    assert report(found) == report(measured)
+    assert found.runs[-1].records[3].error == "UNAVAILABLE: gone"
+    seen = found.runs[0].predicted
     assert seen is not None
     request = json.loads(path.read_text())["campaigns"][0]["runs"][0]["requests"][0]
     assert request["predicted"]["ttft_s"] == pytest.approx(float(seen.ttft_s[0]), abs=1e-6)
@@ -415,23 +430,64 @@ def test_a_campaign_under_way_is_reported_without_the_rate_that_is_not_whole(tmp
     cut.rates, cut.terms = [1.0, 2.0, 3.0], {}
     for run in (*cut.runs, *cut.lone.values()):
         run.predicted = run.predicted_at_pace = None
-    for run in cut.lone.values():
-        run.engines = cut.runs[0].engines if run.system == DISAGGREGATED else {}
     cut.runs.append(run_of(DISAGGREGATED, 3.0, 0, 0))
-    write_campaigns(tmp_path / "results.json", [cut])
-    (found,) = read_campaigns(tmp_path / "results.json")
+    path = tmp_path / "results.json"
+    recorded(path, cut).save(path)
+    (found,) = Recording(path, read_campaigns(path)).finished()
     assert found.rates == [1.0, 2.0]
     assert "| disaggregated, at the run's pace | " in report(found)
+
+
+def test_a_campaign_without_a_whole_rate_is_not_reported(tmp_path: Path) -> None:
+    kept, begun = campaign(), replace(campaign(), model="n")
+    begun.runs = begun.runs[:1]
+    path = tmp_path / "results.json"
+    assert [c.model for c in recorded(path, kept, begun).finished()] == ["m"]
+    with pytest.raises(ConfigError, match=r"results\.json: holds no rate that every system was measured at"):
+        Recording(path, [begun]).finished()
+
+
+def test_a_recording_keeps_all_other_campaigns(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    old, other, new = campaign(), replace(campaign(), workload=WORKLOADS[1]), campaign()
+    new.runs = new.runs[:2]
+    recording = Recording(path, [old, other])
+    recording.keep(new)
+    assert [(c.workload.label, len(c.runs)) for c in read_campaigns(path)] == [("code", 6), ("chat", 2)]
+
+
+def test_a_resumed_run_measures_what_is_missing() -> None:
+    plan = TestbedPlan(models=("m",), rates=2, run_s=20.0, repeats=3, lone_requests=3)
+    begun = campaign()
+    begun.runs = [
+        run_of(system, rate, repeat, 0, plan.requests(rate))
+        for rate, repeat in plan.turns(begun.rates, begun.repeated_rate)
+        for system in begun.systems
+    ]
+    assert belongs(begun, plan, 2)
+    assert missing_turns(begun, plan) == []
+    begun.runs = begun.runs[:5]  # the third turn lacks a system
+    assert belongs(begun, plan, 2)
+    assert missing_turns(begun, plan) == [(2.0, 2), (1.0, 0)]
+    assert not belongs(begun, plan, 3), "a system more"
+    longer = replace(WORKLOADS[0], scale=0.5)
+    for other in (
+        replace(plan, run_s=30.0),
+        replace(plan, repeats=2),
+        replace(plan, rates=3),
+        replace(plan, lone_requests=4),
+        replace(plan, models=("n",)),
+        replace(plan, workloads=(longer,)),
+    ):
+        assert not belongs(begun, other, 2), other
 
 
 def test_a_report_made_again_goes_beside_what_it_is_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    kept = campaign()
-    for run in kept.lone.values():
-        run.engines = kept.runs[0].engines if run.system == DISAGGREGATED else {}
-    write_campaigns(tmp_path / "results.json", [kept])
+    path = tmp_path / "results.json"
+    recorded(path, campaign()).save(path)
     assert main(["testbed", "--again", str(tmp_path / "results.json")]) == 0
     assert (tmp_path / "report.md").read_text() == capsys.readouterr().out
 
@@ -443,7 +499,7 @@ def test_a_report_made_again_goes_beside_what_it_is_of(
         ("{", "not a results.json"),
         ('{"campaigns": []}', "'schema'"),
         ('{"schema": "testbed/2", "campaigns": []}', "testbed/3"),
-        ('{"schema": "testbed/3", "campaigns": []}', "holds no run"),
+        ('{"schema": "testbed/3", "campaigns": []}', "holds no rate that every system was measured at"),
         ('{"schema": "testbed/3", "campaigns": [{}]}', "'lone'"),
     ],
 )
@@ -452,7 +508,7 @@ def test_a_file_that_is_no_record_is_named(text: str | None, message: str, tmp_p
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        read_campaigns(path)
+        Recording(path, read_campaigns(path)).finished()
     assert str(path) in str(caught.value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
@@ -94,7 +94,7 @@ def grid(top: float, count: int) -> list[float]:
     return [round(top * (LOWEST + step * i), 2) for i in range(count)]
 
 
-def run_campaign(
+def begin_campaign(
     plan: TestbedPlan,
     model: str,
     workload: ScaledWorkload,
@@ -103,15 +103,8 @@ def run_campaign(
     top_rps: float,
     served: Mapping[str, Served],
     say: Say,
-    keep: Callable[[Campaign], None],
 ) -> Campaign:
-    """Measures all systems in turn at every rate, then simulates what was sent.
-
-    `keep` is called after each turn, with what there is.
-
-    The middle rate is measured `plan.repeats` times with the same requests, first of all: how far repeats
-    of one run lie apart is what a prediction can be held against.
-    """
+    """Measures lone requests, which the objectives follow from, and what all take while nothing is asked."""
     everybody = list(served.values())
     context, vocab = profile.model.max_context, profile.model.vocab_size
     _warm_up(workload, served, context, vocab)
@@ -128,36 +121,64 @@ def run_campaign(
     middle = rates[len(rates) // 2]
     campaign = Campaign(model, workload, profile, limits, blocks, lone, slos, {}, rates, middle)
     campaign.background_cores = idle.beside_engines / idle.wall
-
-    def measure(rate: float, repeat: int) -> None:
-        count = max(8, round(rate * plan.run_s))
-        trace = requests_at(workload, rate, count, 1, context)
-        for name, system in _in_turn(served, repeat):
-            run = run_once(system, everybody, trace, rate, repeat, vocab)
-            campaign.runs.append(run)
-            say(f"{workload.label}: {rate:g}/s {name}: {_line(run, campaign.main)}")
-        keep(campaign)
-
-    try:
-        for repeat in range(plan.repeats):
-            measure(campaign.repeated_rate, repeat)
-        for rate in campaign.rates:
-            if rate != campaign.repeated_rate:
-                measure(rate, 0)
-    except KeyboardInterrupt:
-        say("interrupted: reporting the rates that were measured")
-        keep_whole_rates(campaign)
-    add_predictions(campaign)
     return campaign
 
 
-def keep_whole_rates(campaign: Campaign) -> None:
-    """Leaves out rates that not every system was measured at. Raises `KeyboardInterrupt` if none is left."""
+def measure(
+    plan: TestbedPlan,
+    campaign: Campaign,
+    served: Mapping[str, Served],
+    say: Say,
+    keep: Callable[[Campaign], None],
+) -> None:
+    """Measures all systems in turn at every rate that is missing, then simulates what was sent.
+
+    `keep` is called after each turn, with what there is.
+    """
+    everybody = list(served.values())
+    context, vocab = campaign.profile.model.max_context, campaign.profile.model.vocab_size
+    label = campaign.workload.label
+    turns = missing_turns(campaign, plan)
+    campaign.runs = [run for run in campaign.runs if (run.rate_rps, run.repeat) not in turns]
+    for rate, repeat in turns:
+        trace = requests_at(campaign.workload, rate, plan.requests(rate), 1, context)
+        for name, system in _in_turn(served, repeat):
+            run = run_once(system, everybody, trace, rate, repeat, vocab)
+            campaign.runs.append(run)
+            say(f"{label}: {rate:g}/s {name}: {_line(run, campaign.main)}")
+        keep(campaign)
+    add_predictions(campaign)
+
+
+def belongs(campaign: Campaign, plan: TestbedPlan, systems: int) -> bool:
+    """Are its runs some of those that the plan asks for, of so many systems?"""
+    turns = plan.turns(campaign.rates, campaign.repeated_rate)
+    return (
+        campaign.model in plan.models
+        and campaign.workload in plan.workloads
+        and len(campaign.systems) == systems
+        and len(campaign.rates) == plan.rates
+        and all(len(run.trace) == plan.lone_requests for run in campaign.lone.values())
+        and all((run.rate_rps, run.repeat) in turns for run in campaign.runs)
+        and all(len(run.trace) == plan.requests(run.rate_rps) for run in campaign.runs)
+    )
+
+
+def missing_turns(campaign: Campaign, plan: TestbedPlan) -> list[tuple[float, int]]:
+    """Those of the plan that not every system has its run of."""
+    seen = {(run.rate_rps, run.repeat, run.system) for run in campaign.runs}
+    turns = plan.turns(campaign.rates, campaign.repeated_rate)
+    return [turn for turn in turns if not all((*turn, system) in seen for system in campaign.systems)]
+
+
+def with_whole_rates(campaign: Campaign) -> Campaign | None:
+    """The campaign without rates that not every system was measured at; None if no rate is left."""
     seen = {(run.rate_rps, run.system) for run in campaign.runs}
-    campaign.rates = [rate for rate in campaign.rates if all((rate, s) in seen for s in campaign.systems)]
-    campaign.runs = [run for run in campaign.runs if run.rate_rps in campaign.rates]
-    if not campaign.rates:
-        raise KeyboardInterrupt
+    rates = [rate for rate in campaign.rates if all((rate, s) in seen for s in campaign.systems)]
+    if len(rates) == len(campaign.rates):
+        return campaign
+    runs = [run for run in campaign.runs if run.rate_rps in rates]
+    return replace(campaign, rates=rates, runs=runs) if rates else None
 
 
 def add_predictions(campaign: Campaign) -> None:

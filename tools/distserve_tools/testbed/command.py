@@ -18,11 +18,18 @@ from distserve_tools.demo_model import ensure_demo_model
 from distserve_tools.engine_peers.random_llama import random_llama
 from distserve_tools.serve import START_ERRORS, signals_interrupt
 from distserve_tools.testbed.bench_transfer import measured_transfers, transfers_text
-from distserve_tools.testbed.campaign import Campaign, run_campaign, sizing
+from distserve_tools.testbed.campaign import (
+    Campaign,
+    begin_campaign,
+    belongs,
+    measure,
+    missing_turns,
+    sizing,
+)
 from distserve_tools.testbed.comparison import allowed_points, pairs
 from distserve_tools.testbed.plan import RANDOM_MODEL, WORKLOADS, ScaledWorkload, TestbedPlan
 from distserve_tools.testbed.profiling import profile_on_a_core
-from distserve_tools.testbed.recorded import read_campaigns, write_campaigns
+from distserve_tools.testbed.recorded import Recording, read_campaigns
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.simulated import simulated_goodputs
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
@@ -37,6 +44,7 @@ examples:
   distserve testbed --quick --workload code      another one
   distserve testbed --quick --model random-llama --workload summarization --run-s 60
   distserve testbed                              hours: both models, three workloads, vLLM beside
+  distserve testbed --resume                     goes on where that broke off
   distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
   distserve testbed --again build/testbed/results.json   what was measured there, simulated and reported again
@@ -76,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RESULTS",
         help="no server: simulate and report what a results.json holds; a run that broke off leaves one, too",
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only what the folder's results.json does not hold yet",
+    )
     parser.add_argument("--vllm", action="store_true", help="two vLLM servers beside ours, also with --quick")
     parser.add_argument("--no-vllm", action="store_true", help="leave them out of the full run")
 
@@ -98,25 +111,32 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output or FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with_vllm = args.vllm or not (args.quick or args.no_vllm)
-    campaigns: list[Campaign] = []
     results = folder / RESULTS
-    lines.say(f"runs are kept in {results}; should this break off: distserve testbed --again {results}")
+    systems = len(SYSTEMS) + with_vllm
+    recording = Recording(results, read_campaigns(results) if args.resume and results.exists() else ())
+    beside = f"{plan.load_s(systems) / 3600:.1f} h of load, and about as much beside"
+    lines.say(f"{len(plan.models)} models x {len(plan.workloads)} workloads: {beside}")
+    lines.say(f"runs are kept in {results}; should this break off: again with --resume, or --again {results}")
     try:
         with signals_interrupt():
             for name in plan.models:
-                _measure(plan, name, args, folder, with_vllm, campaigns, lines.say)
+                _measure(plan, name, args, folder, with_vllm, recording, lines.say)
     except START_ERRORS as error:
         sys.stderr.write(f"distserve testbed: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        lines.say("interrupted: reporting the rates that were measured")
+        _write(recording, "", folder, lines.say)
+        return 130
     transfers = transfers_text(*measured_transfers(_model(plan.models[0], lines.say), lines.say))
-    _write(campaigns, "## KV transfer\n\n" + transfers, folder, lines.say)
+    campaigns = _write(recording, "## KV transfer\n\n" + transfers, folder, lines.say)
     return 0 if not plan.judge or all(_within_noise(c, lines.say) for c in campaigns) else 3
 
 
 def _again(results: Path, folder: Path) -> int:
-    campaigns = read_campaigns(results)
+    recording = Recording(results, read_campaigns(results))
     folder.mkdir(parents=True, exist_ok=True)
-    _write(campaigns, "", folder, StepLines().say)
+    _write(recording, "", folder, StepLines().say)
     return 0
 
 
@@ -147,28 +167,41 @@ def _measure(
     args: argparse.Namespace,
     folder: Path,
     with_vllm: bool,
-    campaigns: list[Campaign],
+    recording: Recording,
     say: Callable[[str], None],
 ) -> None:
-    """All workloads with one model.
-
-    `campaigns` grows by those that end; the file has the one under way, too.
-    """
-
-    def keep(campaign: Campaign) -> None:
-        write_campaigns(folder / RESULTS, [*campaigns, campaign])
-
+    """All workloads with one model, as far as they are not recorded yet; profiled once."""
+    found = [c for c in recording if c.model == name and belongs(c, plan, len(SYSTEMS) + with_vllm)]
+    begun = {c.workload: c for c in found}
+    missing = [w for w in plan.workloads if w not in begun or missing_turns(begun[w], plan)]
+    for workload in begun.keys() - set(missing):
+        say(f"{name}, {workload.label}: measured already")
+    if not missing:
+        return
     model = _model(name, say)
     given = args.profile if name == plan.models[0] else None
     measured = folder / f"profile-{_slug(name)}.yaml"
-    profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
-    for workload in plan.workloads:
-        lm = _batch_tokens(profile)
-        limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
-        top = args.top_rate or simulated_top
-        say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
+    if given is None and found:
+        profile = found[0].profile
+    else:
+        profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
+    for workload in missing:
+        campaign = begun.get(workload)
+        limits, top = (campaign.limits, 0.0) if campaign else _sizing(profile, workload, args.top_rate, say)
         with _all_systems(model, limits, with_vllm, say) as served:
-            campaigns.append(run_campaign(plan, name, workload, profile, limits, top, served, say, keep))
+            if campaign is None:
+                campaign = begin_campaign(plan, name, workload, profile, limits, top, served, say)
+            measure(plan, campaign, served, say, recording.keep)
+
+
+def _sizing(
+    profile: Profile, workload: ScaledWorkload, top_rate: float | None, say: Callable[[str], None]
+) -> tuple[EngineLimits, float]:
+    """The engines' limits, and the rate to measure around."""
+    lm = _batch_tokens(profile)
+    limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
+    say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
+    return limits, top_rate or simulated_top
 
 
 @contextlib.contextmanager
@@ -184,19 +217,22 @@ def _all_systems(
         yield served
 
 
-def _write(campaigns: list[Campaign], transfer: str, folder: Path, say: Callable[[str], None]) -> None:
+def _write(recording: Recording, transfer: str, folder: Path, say: Callable[[str], None]) -> list[Campaign]:
+    """The report and its figures; returns the campaigns in it."""
     from distserve_tools.testbed.figures import draw
 
+    campaigns = recording.finished()
     texts, figures = [], []
     for campaign in campaigns:
         texts.append(report(campaign))
         prefix = f"{_slug(campaign.model)}-{campaign.workload.label}"
         figures += draw(campaign, folder / "figures", prefix)
     texts.append(transfer)
-    write_campaigns(folder / RESULTS, campaigns)
+    recording.save(folder / RESULTS)
     (folder / "report.md").write_text("\n".join(texts))
     sys.stdout.write("\n".join(texts))
     say(f"wrote {folder / 'report.md'}, {RESULTS} and {len(figures)} figures")
+    return campaigns
 
 
 def _within_noise(campaign: Campaign, say: Callable[[str], None]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distserve_planner.slo import Slo
 from distserve_tools.demo_model import DEMO_MODEL
 
 RANDOM_MODEL = "random-llama"
+LEAST_REQUESTS = 8  # of a run
 CHUNKS = (32, 64, 128, 256)  # budgets tried (in the simulation) for the chunked baseline
 
 
@@ -80,3 +82,20 @@ class TestbedPlan:
 
     def lasting(self, run_s: float) -> TestbedPlan:
         return replace(self, run_s=run_s)
+
+    def requests(self, rate_rps: float) -> int:
+        """Of a run at this rate."""
+        return max(LEAST_REQUESTS, round(rate_rps * self.run_s))
+
+    def turns(self, rates: Sequence[float], repeated: float) -> list[tuple[float, int]]:
+        """(rate, repeat) in the order of measuring; all systems have their run in each. Repeats come first:
+        how far they lie apart is what a prediction can be held against.
+        """
+        return [(repeated, i) for i in range(self.repeats)] + [
+            (rate, 0) for rate in rates if rate != repeated
+        ]
+
+    def load_s(self, systems: int) -> float:
+        """Seconds of load in all; starts, lone requests and the drain of each run come on top."""
+        runs = (self.rates + self.repeats - 1) * systems
+        return len(self.models) * len(self.workloads) * runs * self.run_s

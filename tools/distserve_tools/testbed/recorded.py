@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_planner.workload import Trace
 from distserve_tools.load.record import Record
-from distserve_tools.testbed.campaign import Campaign, add_predictions, keep_whole_rates
+from distserve_tools.testbed.campaign import Campaign, add_predictions, with_whole_rates
 from distserve_tools.testbed.cpu_account import CpuSeconds
 from distserve_tools.testbed.engine_counters import EngineCount
 from distserve_tools.testbed.plan import ScaledWorkload
@@ -28,34 +28,57 @@ SCHEMA = "testbed/3"
 OTHERS, WALL = "other processes", "wall"
 
 
-def write_campaigns(path: Path, campaigns: Iterable[Campaign]) -> None:
-    """Every request, measured and simulated. The file is whole at any time, or the one before."""
-    document = {"schema": SCHEMA, "campaigns": [_campaign_to_dict(campaign) for campaign in campaigns]}
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(document))
-    os.replace(fresh, path)
-
-
 def read_campaigns(path: Path) -> list[Campaign]:
-    """Simulated again, by the simulator as it is now; rates that not every system had are left out.
-
-    Raises `ConfigError` naming the file.
+    """As they were measured, without predictions; the last may be under way. Raises `ConfigError` naming the
+    file.
     """
     try:
         document = json.loads(path.read_text())
         if document["schema"] != SCHEMA:
             raise ConfigError(f"{path}: schema={document['schema']!r}; this version reads {SCHEMA!r}")
-        campaigns = [_campaign_from_dict(entry) for entry in document["campaigns"]]
+        return [_campaign_from_dict(entry) for entry in document["campaigns"]]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a results.json of `distserve testbed` ({error!r})") from None
-    if not campaigns:
-        raise ConfigError(f"{path}: holds no run")
-    for campaign in campaigns:
-        keep_whole_rates(campaign)
-        add_predictions(campaign)
-    return campaigns
+
+
+class Recording:
+    """The campaigns of a file, in the order in which they were begun."""
+
+    def __init__(self, path: Path, campaigns: Iterable[Campaign] = ()) -> None:
+        self._path = path
+        self._campaigns = list(campaigns)
+
+    def __iter__(self) -> Iterator[Campaign]:
+        return iter(self._campaigns)
+
+    def keep(self, campaign: Campaign) -> None:
+        """It has grown; the file has it instead of what it had of this model and workload."""
+        key = (campaign.model, campaign.workload.label)
+        others = [c for c in self._campaigns if (c.model, c.workload.label) != key]
+        self._campaigns = [*others, campaign]
+        self.save(self._path)
+
+    def save(self, path: Path) -> None:
+        """Every request, measured and perhaps simulated. The file is whole at any time, or the one before."""
+        document = {"schema": SCHEMA, "campaigns": [_campaign_to_dict(c) for c in self._campaigns]}
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(document))
+        os.replace(fresh, path)
+
+    def finished(self) -> list[Campaign]:
+        """To be reported: simulated, and without rates that not every system was measured at.
+
+        Raises `ConfigError` naming the file if nothing is left.
+        """
+        whole = [c for c in map(with_whole_rates, self._campaigns) if c is not None]
+        if not whole:
+            raise ConfigError(f"{self._path}: holds no rate that every system was measured at")
+        for campaign in whole:
+            if not campaign.terms:
+                add_predictions(campaign)
+        return whole
 
 
 def _campaign_to_dict(campaign: Campaign) -> dict[str, Any]:
