@@ -13,9 +13,10 @@ from distserve_planner.coefficients import DecodePiece, Degree, PrefillPiece
 from distserve_planner.profile_file import Profile
 from distserve_planner.workload.readers import read_trace
 from distserve_tools.cli import main
-from distserve_tools.testbed.campaign import grid, run_campaign
+from distserve_tools.testbed.campaign import Campaign, begin_campaign, grid, measure, missing_turns
 from distserve_tools.testbed.engine_counters import merged
 from distserve_tools.testbed.plan import WORKLOADS, TestbedPlan
+from distserve_tools.testbed.recorded import Recording, read_campaigns
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.systems import DISAGGREGATED, SYSTEMS, EngineLimits, serving
 from model_zoo import Zoo
@@ -88,7 +89,10 @@ def test_orchestrators_on_load_only_instances(orchestrators: int, zoo: Zoo, tmp_
 
 @pytest.mark.slow
 def test_a_campaign_measures_and_predicts_all_systems(zoo: Zoo, tmp_path: Path) -> None:
-    """Small: what it says of a model of a few kilobytes means nothing, but every table is filled."""
+    """Small: what it says of a model of a few kilobytes means nothing, but every table is filled.
+
+    It breaks off after the first turn and is resumed from its file.
+    """
     model = str(zoo("llama").folder)
     config = ModelConfig.load(Path(model))
     degree = Degree(1, (PrefillPiece(1e-3, 1e-5),), (DecodePiece(1e-3, 1e-8),))
@@ -96,8 +100,20 @@ def test_a_campaign_measures_and_predicts_all_systems(zoo: Zoo, tmp_path: Path) 
     plan = TestbedPlan(run_s=1.0, repeats=2, lone_requests=2, rates=2, judge=False)
     limits = EngineLimits(64, 32, kv_bytes=8 << 20)
     said: list[str] = []
+    path = tmp_path / "results.json"
+
+    def keep_and_break_off(campaign: Campaign) -> None:
+        Recording(path).keep(campaign)
+        raise KeyboardInterrupt
+
     with serving(SYSTEMS, model, limits, tmp_path, said.append) as served:
-        campaign = run_campaign(plan, model, WORKLOADS[0], profile, limits, 10.0, served, said.append)
+        campaign = begin_campaign(plan, model, WORKLOADS[0], profile, limits, 10.0, served, said.append)
+        turns = plan.turns(campaign.rates, campaign.repeated_rate)
+        with pytest.raises(KeyboardInterrupt):
+            measure(plan, campaign, served, said.append, keep_and_break_off)
+        (campaign,) = read_campaigns(path)
+        assert missing_turns(campaign, plan) == turns[1:]
+        measure(plan, campaign, served, said.append, Recording(path).keep)
     assert campaign.rates == grid(10.0, 2)
     assert len(campaign.runs) == 3 * (2 + 1)
     for run in campaign.runs:
