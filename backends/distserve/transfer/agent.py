@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgpack
+import torch
 
 from distserve.core.shapes import Shape
 from distserve.transfer.errors import TransferError
@@ -58,6 +59,9 @@ class RankAgent:
 
     def run(self) -> None:
         """Until the leader ends the connection, or something here goes wrong, which ends it as well."""
+        device = self._cache.pages(0)[0].device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread, which would begin on the first GPU
         try:
             while True:
                 until = self._leases.next_expiry()

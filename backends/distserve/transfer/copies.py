@@ -39,7 +39,8 @@ class Copies:
         self._packer = packer
         size, dtype, device = limit * packer.unit, packer.dtype, packer.device
         cuda: Any = torch.cuda  # untyped in torch
-        self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
+        # torch deals out streams in turns; NCCL's groups take theirs from those of the other priority
+        self._stream: Any = cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.device_bytes = 0
         wire: list[Tensor] | None = None
         if channel.memory is not None:
@@ -113,6 +114,18 @@ class Copies:
         except TransferError:
             logger.critical("ends: the device has not ended a copy after %g s", STUCK_S)
             os._exit(1)
+
+
+def work_apart(device: torch.device) -> None:
+    """The calling thread does nothing in a stream of others from here on, and nothing on another GPU.
+
+    What torch does in passing it does in the current stream, and waits for that one when it unmaps memory of
+    another process: in a thread that has said nothing the engine's, and on the first GPU.
+    """
+    if device.type == "cuda":
+        cuda: Any = torch.cuda  # untyped in torch
+        cuda.set_device(device)
+        cuda.set_stream(cuda.Stream(device, priority=-1))
 
 
 def mark(device: torch.device) -> Any:

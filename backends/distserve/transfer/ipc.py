@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ NOTICE_S = 5.0  # as in `memory`
 ALIGNMENT = 512
 
 
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Device memory of a source and its events. `shared`: how another process maps them, per lane; made once,
+    as torch keeps an event for each time that memory is shared.
+    """
+
+    memory: list[Tensor]
+    filled: list[Any]
+    shared: list[dict[str, Any]]
+
+
 class LanePool:
     """Lanes that a source has shared before: memory and events of pairs that have ended, for those to come.
 
@@ -43,7 +55,7 @@ class LanePool:
         self._device = device
         self._size = -(-size // ALIGNMENT) * ALIGNMENT
         self._lock = threading.Lock()
-        self._idle: list[tuple[list[Tensor], list[Any]]] = []
+        self._idle: list[Lanes] = []
 
     @property
     def size(self) -> int:
@@ -54,24 +66,35 @@ class LanePool:
         with self._lock:
             return len(self._idle) * LANES * self._size
 
-    def take(self) -> tuple[list[Tensor], list[Any]]:
-        """Lanes and their events, of nobody else."""
+    def take(self) -> Lanes:
+        """Lanes of nobody else. Raises `RuntimeError` if memory can't be shared."""
         with self._lock:
-            for place, (_, filled) in enumerate(self._idle):
-                if all(event.query() for event in filled):  # a copy of a failed pull may still run
+            for place, lanes in enumerate(self._idle):
+                if all(event.query() for event in lanes.filled):  # a copy of a failed pull may still run
                     return self._idle.pop(place)
         cuda: Any = torch.cuda  # untyped in torch
         with cuda.device(self._device):
-            lanes = [torch.zeros(self._size, dtype=torch.uint8, device=self._device) for _ in range(LANES)]
+            memory = [torch.zeros(self._size, dtype=torch.uint8, device=self._device) for _ in range(LANES)]
             filled = [cuda.Event(interprocess=True) for _ in range(LANES)]
             for event in filled:
                 event.record()
-        return lanes, filled
+            shared = [
+                {"memory": _shared(m), "event": e.ipc_handle()} for m, e in zip(memory, filled, strict=True)
+            ]
+        return Lanes(memory, filled, shared)
 
-    def give(self, lanes: list[Tensor], filled: list[Any]) -> None:
+    def give(self, lanes: Lanes) -> None:
         """They are free again."""
         with self._lock:
-            self._idle.append((lanes, filled))
+            self._idle.append(lanes)
+
+
+def _shared(lane: Tensor) -> list[Any]:
+    """What `UntypedStorage._new_shared_cuda` of another process takes, but for the device. Its last argument
+    would make that process's current stream wait for ours; the token is there before the message.
+    """
+    storage: Any = lane.untyped_storage()
+    return [*storage._share_cuda_()[1:-1], False]
 
 
 class IpcChannel:
@@ -86,21 +109,21 @@ class IpcChannel:
     def __init__(
         self,
         control: Control,
-        lanes: list[Tensor],
+        memory: list[Tensor],
         filled: list[Any],
         drained: list[Any],
-        pool: LanePool | None,
+        own: tuple[LanePool, Lanes] | None = None,
         one_gpu: bool = True,
     ) -> None:
-        """`pool`: to give the lanes back to, at the source; None at the puller. `one_gpu`: the puller's
-        copies run on the GPU of the lanes, so that an event of that GPU can stand for them; between two, the
-        host waits for each copy (`Copies.unpack`) and no event is needed.
+        """`own`: at the source, the lanes and where to give them back to. `one_gpu`: the puller's copies run
+        on the GPU of the lanes, so that an event of that GPU can stand for them; between two, the host waits
+        for each copy (`Copies.unpack`) and no event is needed.
         """
-        self.memory: list[Tensor] | None = lanes
-        self.device_bytes = 0 if pool is None else sum(lane.numel() for lane in lanes)
+        self.memory: list[Tensor] | None = memory
+        self.device_bytes = 0 if own is None else sum(lane.numel() for lane in memory)
         self._control = control
         self._filled, self._drained = filled, drained
-        self._pool = pool
+        self._is_source, self._own = own is not None, own
         self._one_gpu = one_gpu
         self._busy = [False] * LANES
 
@@ -124,7 +147,7 @@ class IpcChannel:
             return
         self._busy[lane] = False
         event = self._drained[lane]
-        if self._pool is None:
+        if not self._is_source:
             event = self._filled[lane]
             notice = self._control.recv(deadline)
             if notice.get("op") != "sent" or notice.get("lane") != lane:
@@ -136,9 +159,11 @@ class IpcChannel:
 
     def close(self) -> None:
         """May be called twice. At the puller the memory is unmapped with the last tensor."""
-        lanes, self.memory = self.memory, None
-        if self._pool is not None and lanes is not None:
-            self._pool.give(lanes, self._filled)
+        self.memory = None
+        own, self._own = self._own, None
+        if own is not None:
+            pool, lanes = own
+            pool.give(lanes)
 
 
 def offer(control: Control, pool: LanePool, device: torch.device, deadline: float) -> IpcChannel | None:
@@ -146,19 +171,17 @@ def offer(control: Control, pool: LanePool, device: torch.device, deadline: floa
     cuda: Any = torch.cuda  # untyped in torch
     token = secrets.token_bytes(TOKEN_BYTES)
     message: Message = {"op": "ipc", "pid": os.getpid(), "bytes": pool.size, "token": token, "lanes": []}
-    lanes, filled = pool.take()
+    lanes: Lanes | None = None
+    with contextlib.suppress(RuntimeError):
+        lanes = pool.take()
     drained: list[Any] = []
     try:
-        with cuda.device(device), contextlib.suppress(RuntimeError):
-            for lane in lanes:
+        if lanes is not None:
+            for lane in lanes.memory:
                 lane[:TOKEN_BYTES] = torch.tensor(list(token), dtype=torch.uint8, device=device)
             cuda.current_stream(device).synchronize()  # the token is there before it is looked for
-            storages: list[Any] = [lane.untyped_storage() for lane in lanes]
             message["uuid"] = str(cuda.get_device_properties(device).uuid)
-            message["lanes"] = [
-                {"memory": list(storage._share_cuda_()[1:]), "event": event.ipc_handle()}
-                for storage, event in zip(storages, filled, strict=True)
-            ]
+            message["lanes"] = lanes.shared
         control.send(message, deadline)
         answer = control.recv(deadline)
         handles = answer.get("events")
@@ -167,12 +190,15 @@ def offer(control: Control, pool: LanePool, device: torch.device, deadline: floa
                 drained = [cuda.Event.from_ipc_handle(device, handle) for handle in handles]
         control.send({"ok": len(drained) == LANES}, deadline)
     except BaseException:
-        pool.give(lanes, filled)
+        if lanes is not None:
+            pool.give(lanes)
         raise
-    if len(drained) < LANES:
-        pool.give(lanes, filled)
+    if lanes is None:
         return None
-    return IpcChannel(control, lanes, filled, drained, pool)
+    if len(drained) < LANES:
+        pool.give(lanes)
+        return None
+    return IpcChannel(control, lanes.memory, lanes.filled, drained, (pool, lanes))
 
 
 def attach(control: Control, device: torch.device, lane_bytes: int, deadline: float) -> IpcChannel | None:
@@ -183,18 +209,20 @@ def attach(control: Control, device: torch.device, lane_bytes: int, deadline: fl
         control.send({"ok": False}, deadline)
         control.recv(deadline)
         return None
-    lanes, filled, drained = opened
-    one_gpu = lanes[0].device == device
-    control.send({"ok": True, "events": [event.ipc_handle() for event in drained]}, deadline)
+    memory, filled, drained, handles = opened
+    one_gpu = memory[0].device == device
+    control.send({"ok": True, "events": handles}, deadline)
     if control.recv(deadline).get("ok") is not True:
         return None
-    return IpcChannel(control, lanes, filled, drained, None, one_gpu)
+    return IpcChannel(control, memory, filled, drained, one_gpu=one_gpu)
 
 
 def _open(
     message: Message, device: torch.device, lane_bytes: int
-) -> tuple[list[Tensor], list[Any], list[Any]] | None:
-    """Lanes, the source's events and own ones; None if the GPU or its memory cannot be reached."""
+) -> tuple[list[Tensor], list[Any], list[Any], list[bytes]] | None:
+    """Lanes, the source's events, own ones and their handles; None if the GPU or its memory cannot be
+    reached.
+    """
     pid, size, token, shared = (message.get(name) for name in ("pid", "bytes", "token", "lanes"))
     if type(pid) is not int or type(size) is not int or not isinstance(token, bytes):
         raise bad_message("ipc: pid, bytes and token are needed")
@@ -221,9 +249,10 @@ def _open(
                 event = cuda.Event(interprocess=True)
                 event.record()
                 drained.append(event)
+        handles = [event.ipc_handle() for event in drained]
     except (RuntimeError, TypeError, KeyError):
         return None
-    return lanes, filled, drained
+    return lanes, filled, drained, handles
 
 
 def reachable(uuid: str, device: torch.device) -> torch.device | None:

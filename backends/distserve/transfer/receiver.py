@@ -13,7 +13,7 @@ from typing import NamedTuple
 from distserve.transfer.channel import PULLER, Channel, open_channel
 from distserve.transfer.chunks import Piece, messages, total_units
 from distserve.transfer.control import Control, Message, connect
-from distserve.transfer.copies import Copies
+from distserve.transfer.copies import Copies, work_apart
 from distserve.transfer.errors import TransferError, bad_message, peer_gone, timed_out
 from distserve.transfer.handle import Layout, split_address
 from distserve.transfer.leases import Claimant
@@ -82,6 +82,7 @@ class Receiver:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        work_apart(self._config.packer.device)
         try:
             while True:
                 try:

@@ -16,7 +16,7 @@ from distserve.core.shapes import Shape
 from distserve.transfer.channel import SOURCE, Channel, open_channel
 from distserve.transfer.chunks import message_units, messages, total_units
 from distserve.transfer.control import Control, Message, welcome
-from distserve.transfer.copies import SETTLE_S, Copies
+from distserve.transfer.copies import SETTLE_S, Copies, work_apart
 from distserve.transfer.errors import TransferError, bad_message
 from distserve.transfer.handle import Layout
 from distserve.transfer.ipc import LanePool
@@ -88,6 +88,7 @@ class Sender:
 
     def run(self) -> None:
         """Until the peer goes, stays away too long or breaks the rules: then this pair alone is torn down."""
+        work_apart(self._config.packer.device)
         try:
             welcome(self._control, self._config.secret, time.monotonic() + GREETING_S)
             while True:

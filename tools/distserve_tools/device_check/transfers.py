@@ -38,7 +38,7 @@ def run(settings: Settings) -> dict[str, Any]:
                         "share": size / seconds / bandwidth,
                     }
                 )
-        except ConfigError as error:
+        except (ConfigError, TimeoutError) as error:
             failed.append(f"{name}: {error}")
     return {"model": MODELS[settings.scale][-1], "rows": rows, "failed": failed}
 
