@@ -27,7 +27,6 @@ from distserve.engine.roles import Role, UnifiedRole
 from distserve.engine.status import Load
 from distserve.transfer.handle import Handle, Layout
 from distserve.transfer.leases import LeaseTable
-from distserve.worker.parallel import RankLost
 from distserve.worker.step import LAST_SAMPLED, StepInput, StepOutput
 
 BLOCK = 4
@@ -64,7 +63,7 @@ class PageExecutor:
         self.outputs: list[StepOutput] = []
         self.landing = stages == 1  # steps end at once; else as many as the test lets end by `land`
         self.landed = 0
-        self.lost: RankLost | None = None
+        self.lost: Exception | None = None
 
     @property
     def kv_cache(self) -> Any:

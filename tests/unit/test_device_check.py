@@ -102,7 +102,9 @@ def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path: Path) -> 
     eight = model_config("llama-8b")
     assert weight_bytes(eight, 2) == pytest.approx(15.0e9, rel=0.01)  # without the token embedding
     assert prefill_flops(eight, 1) == pytest.approx(15.0e9, rel=0.01)
-    assert prefill_flops(eight, 8192) / 8192 == pytest.approx(2 * 6.98e9 + 2 * 32 * 4096 * 8192, rel=0.01)
+    last = 2 * 4096 * (4096 + 3 * 14336)  # what the last layer does not compute of all tokens but one
+    expected = 2 * 6.98e9 + 2 * 32 * 4096 * 8192 - last
+    assert prefill_flops(eight, 8192) / 8192 == pytest.approx(expected, rel=0.01)
     folder = write_checkpoint("tiny", tmp_path / "tiny", torch.float32, torch.device("cpu"))
     config = ModelConfig.load(folder)
     assert config == model_config("tiny")

@@ -274,11 +274,23 @@ def test_steps_that_keep_failing_end_the_engine() -> None:
         node.turns()
 
 
-def test_a_broken_device_ends_the_engine_at_once() -> None:
+@pytest.mark.parametrize("kind", ["CUDA error", "Triton Error [CUDA]"])
+def test_a_broken_device_ends_the_engine_at_once(kind: str) -> None:
     node = Node("prefill")
-    node.executor.fail_with = RuntimeError("CUDA error: an illegal memory access was encountered")
+    node.executor.fail_with = RuntimeError(f"{kind}: an illegal memory access was encountered")
     node.submit("r", [1], 2)
     with pytest.raises(EngineFailure, match="illegal memory access"):
+        node.turns()
+
+
+def test_a_step_that_fails_on_the_device_ends_the_engine() -> None:
+    """It had begun well."""
+    node = Node("prefill", stages=2)
+    node.submit("r", [1], 2)
+    node.turns()
+    assert node.executor.steps
+    node.executor.lost = RuntimeError("CUDA error: an illegal instruction was encountered")
+    with pytest.raises(EngineFailure, match="a step failed on the device: CUDA error: an illegal instr"):
         node.turns()
 
 

@@ -13,8 +13,8 @@ import torch
 from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
-from distserve.worker.executor import Executor
-from distserve.worker.step import StepInput, StepOutput
+from distserve.worker.executor import Executor, LocalExecutor
+from distserve.worker.step import LAST_SAMPLED, StepInput, StepItem, StepOutput
 from distserve_planner.models_catalog import model_dimensions
 from distserve_planner.profile_file import Profile
 from distserve_tools import profile_engine
@@ -30,6 +30,7 @@ class RecordingExecutor:
     """Keeps the steps and checks that every sequence joins before it runs and leaves once."""
 
     num_blocks = 32
+    lag = 0
 
     def __init__(self) -> None:
         self.steps: list[StepInput] = []
@@ -117,6 +118,32 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def test_an_executor_that_runs_ahead_is_timed_running_ahead(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps in a row, up to the context, each begun before the one before is read."""
+    values = {"instance": "t", "role": "unified", "model": str(tiny_model), "decode_graphs": True}
+    model = ModelConfig.load(tiny_model)
+    executor = LocalExecutor(EngineConfig.load({**values, "num_blocks": 32, "max_batch_size": 5}), model)
+    assert executor.lag == 1
+    items: list[StepItem] = []
+    submit = LocalExecutor.submit
+
+    def note(self: LocalExecutor, step: StepInput) -> None:
+        assert len(self._running) <= 1
+        items.extend(step.items)
+        submit(self, step)
+
+    monkeypatch.setattr(LocalExecutor, "submit", note)
+    (point,) = EngineSweep(executor, model, PLAN, 16).decode([(5, 33)], lambda: None)
+    assert (point.batch, point.context_tokens) == (5, 165)
+    assert point.seconds > 0
+    assert [item.start for item in items[::5]] == list(range(14, 33))
+    assert [item.tokens for item in items[5:]] == [[LAST_SAMPLED]] * (len(items) - 5)
+    assert not executor._running
+    executor.close()
 
 
 def parse(*words: str) -> argparse.Namespace:

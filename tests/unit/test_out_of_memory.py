@@ -113,7 +113,7 @@ def test_the_largest_graphs_are_recorded_to_find_what_all_take(
 ) -> None:
     folder = zoo("llama").folder
     values = {"instance": "t", "role": "unified", "model": str(folder), "decode_graphs": True}
-    runner = ModelRunner(EngineConfig.load({**values, "max_batch_size": 20}), ModelConfig.load(folder))
+    runner = ModelRunner(EngineConfig.load({**values, "max_batch_size": 80}), ModelConfig.load(folder))
     recorded: list[tuple[int, int]] = []
     step = DecodeGraphs._step
 

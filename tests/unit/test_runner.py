@@ -14,7 +14,7 @@ from distserve.core.config import EngineConfig
 from distserve.core.model_config import ModelConfig
 from distserve.core.parsing import ConfigError
 from distserve.worker.device import bind_device, parse_device
-from distserve.worker.executor import Executor, make_executor
+from distserve.worker.executor import Executor, LocalExecutor, make_executor
 from distserve.worker.kv_cache import pool_blocks
 from distserve.worker.step import Joining, SamplingParams, StepInput, StepItem
 from model_zoo import Zoo, ZooModel, prompt
@@ -111,6 +111,18 @@ def test_alone_equals_transformers(model: ZooModel, length: int) -> None:
     start = prompt(length, seed=1)
     sequences = Sequences(executor(model), [start], [SamplingParams()])
     sequences.step({0: length})
+    sequences.decode(OUTPUT)
+    check_greedy(model, start, sequences.output(0))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_warming_up_leaves_nothing_behind(model: ZooModel, graphs: bool) -> None:
+    warm = LocalExecutor(config(model, decode_graphs=graphs), ModelConfig.load(model.folder))
+    warm._runner.warm_up()
+    assert len(warm._runner._sampler) == 0
+    start = prompt(40, seed=1)
+    sequences = Sequences(warm, [start], [SamplingParams()])
+    sequences.step({0: len(start)})
     sequences.decode(OUTPUT)
     check_greedy(model, start, sequences.output(0))
 

@@ -7,12 +7,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distserve.core.model_config import ModelConfig
 from distserve.worker.executor import Executor
-from distserve.worker.step import Joining, SamplingParams, StepInput, StepItem
+from distserve.worker.step import LAST_SAMPLED, Joining, SamplingParams, StepInput, StepItem
 from distserve_planner.fit import DecodePoint, PiecePoint, PrefillPoint
+
+STEADY_STEPS, WARM_STEPS = 19, 3  # of decoding in a row, the first ones not timed
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,34 @@ class EngineSweep:
         """Median seconds of each (batch, context)."""
         found: list[DecodePoint] = []
         for batch, context in points:
-            seconds = self._median(lambda batch=batch, c=context: self.decode_step(batch, c))  # type: ignore[misc]
+            if self._executor.lag and context > STEADY_STEPS:
+                seconds = self._steady_decode_s(batch, context)
+            else:
+                seconds = self._median(lambda batch=batch, c=context: self.decode_step(batch, c))  # type: ignore[misc]
             found.append(DecodePoint(batch, batch * context, seconds))
             done()
         return found
+
+    def _steady_decode_s(self, batch: int, context: int) -> float:
+        """Seconds of a step of sequences that go on, each begun before the last one's tokens are read: as
+        executors with `lag` decode. The last one is at `context`.
+        """
+        executor = self._executor
+        first, keys = self.decode_step(batch, context)
+        executor.execute(StepInput([], first.joining))
+        began = 0.0
+        for count in range(STEADY_STEPS):
+            if count == WARM_STEPS:
+                executor.collect(wait_s=1.0)
+                began = time.perf_counter()
+            start, token = context - STEADY_STEPS + count, LAST_SAMPLED if count else 11
+            executor.submit(StepInput([replace(item, tokens=[token], start=start) for item in first.items]))
+            if count not in (0, WARM_STEPS):
+                executor.collect()
+        executor.collect(wait_s=1.0)
+        seconds = (time.perf_counter() - began) / (STEADY_STEPS - WARM_STEPS)
+        executor.execute(StepInput([], leaving=keys))
+        return seconds
 
     def _median(self, step: Callable[[], tuple[StepInput, list[str]]]) -> float:
         """Median over the plan's repeats, after one that is not counted; fewer for steps near the limit."""

@@ -235,11 +235,18 @@ class EngineLoop:
             self.counters.execute_s += self._clock() - began
 
     def _collect(self, wait_s: float = 0.0) -> None:
-        """Books the steps that have ended. Raises `RankLost`, also if there are none."""
+        """Books the steps that have ended. Raises `RankLost`, also if there are none, and `EngineFailure` for
+        what went wrong on a device after the step had begun: later ones then fail as well.
+        """
         while True:
             began = self._clock()
-            output = self._executor.collect(wait_s)
-            self.counters.execute_s += (self._clock() - began) if self._executor.lag else 0.0
+            try:
+                output = self._executor.collect(wait_s)
+            except RankLost:
+                raise
+            except Exception as fault:
+                raise EngineFailure(f"a step failed on the device: {fault}") from fault
+            self.counters.execute_s += self._clock() - began
             if output is None:
                 return
             wait_s = 0.0
@@ -398,4 +405,4 @@ class EngineLoop:
 def _is_fatal(error: Exception) -> bool:
     """A CUDA error other than lack of memory stays with the device's context: every later call fails, too."""
     text = str(error)
-    return "CUDA error" in text and "out of memory" not in text
+    return ("CUDA error" in text or "Triton Error [CUDA]" in text) and "out of memory" not in text

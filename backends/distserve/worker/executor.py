@@ -99,7 +99,9 @@ class LocalExecutor:
         """There is no news from elsewhere."""
 
     def close(self) -> None:
-        """Nothing to end: the pages go with the object."""
+        """Lets the device's memory go: graphs refer to their runner, which refers to them."""
+        self._runner.drop()
+        del self._runner, self.kv_cache
 
 
 def make_executor(config: EngineConfig, model: ModelConfig) -> Executor:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 Work = Callable[[], None]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Recorder:
@@ -39,7 +52,11 @@ class Recorder:
         self._stream.synchronize()
         graph = cuda.CUDAGraph()
         # other threads may use the device meanwhile, as the transfer's do
-        with cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # nor may a collection unload a kernel's module, which would spoil the recording
+        with (
+            _no_collection(),
+            cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             work()
         current.wait_stream(self._stream)
         replay: Work = graph.replay

@@ -256,12 +256,13 @@ class ModelRunner:
         self.kv_cache = KVCache(self._backend, self._shape, 1, self.device)
         graphs = self._make_graphs()
         buckets = graphs.buckets
-        graphs.rehearse(buckets[-1:])  # modules are loaded, libraries have their workspaces
-        few = buckets[-GRAPHS_TRIED - 1 : -1]
-        taken = footprint.driver_bytes(partial(graphs.rehearse, few), self.device)
-        del graphs, self.kv_cache
+        few = buckets[-GRAPHS_TRIED:]
+        graphs.rehearse(few)  # modules are loaded, libraries have their workspaces
+        again = self._make_graphs()
+        taken = footprint.driver_bytes(partial(again.rehearse, few), self.device)
+        del graphs, again, self.kv_cache
         torch.cuda.empty_cache()
-        return taken * len(buckets) // max(1, len(few))
+        return taken * len(buckets) // len(few)
 
     def _make_graphs(self, blocks: int | None = None) -> DecodeGraphs:
         """Nothing recorded yet. `blocks`: of the pool, if no sequence can be longer."""
@@ -295,6 +296,8 @@ class ModelRunner:
     def allocate(self, blocks: int) -> None:
         """Makes the pool and, where decode steps are recorded, their graphs."""
         self.kv_cache = KVCache(self._backend, self._shape, blocks, self.device)
+        if self.device.type == "cuda" and self._links.shape.ranks == 1:
+            self.warm_up()
         if wants_graphs(self._config, self.device) and self._recordable():
             self._graphs = self._make_graphs(blocks)
             self._graphs.record()
@@ -306,6 +309,13 @@ class ModelRunner:
             self.kv_cache.bytes / 1e6,
         )
 
+    def warm_up(self) -> None:
+        """Small steps, so that kernels are compiled before the first request. The pool must be empty."""
+        size = self._config.block_size
+        for step in (footprint.prompt_step(2, self._context, size), footprint.decode_step(1, 2, size)):
+            self.execute(step)
+            self.execute(footprint.leaving(step))
+
     def _recordable(self) -> bool:
         """Raises `ConfigError` if graphs are asked for by name and the attention cannot be recorded."""
         if self.device.type == "cpu" or self._backend.recordable:
@@ -314,6 +324,11 @@ class ModelRunner:
             raise ConfigError(f"decode_graphs=True: attention {self._backend.name!r} cannot be recorded")
         logger.info("%s: no decode graphs with attention %r", self._config.instance, self._backend.name)
         return False
+
+    def drop(self) -> None:
+        """Nothing is computed any more: graphs and pages go."""
+        self._graphs = None
+        del self.kv_cache
 
     @property
     def attention_name(self) -> str:
@@ -380,7 +395,7 @@ class ModelRunner:
 
     def _nothing(self, device: torch.device = CPU) -> RunningStep | None:
         """A step that samples no token. It has ended once `device` comes here."""
-        nothing = Choice((), torch.empty(0, dtype=torch.int64, device=device), ())
+        nothing = Choice((), torch.empty(0, dtype=torch.int64, device=device))
         return RunningStep(self._sampler, nothing) if self._links.samples else None
 
     def _choose(

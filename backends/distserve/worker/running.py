@@ -27,11 +27,11 @@ class Readback:
     def done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def result(self) -> list[int]:
+    def result(self) -> list[Any]:
         """Waits for it. Raises what went wrong on the device."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[int] = self._host.tolist()
+        found: list[Any] = self._host.tolist()
         return found
 
 
@@ -41,7 +41,9 @@ class RunningStep:
     def __init__(self, sampler: Sampler, choice: Choice) -> None:
         self._sampler = sampler
         self._choice = choice
-        self._tokens = Readback(choice.tokens)
+        reported = (choice.reported.values, choice.reported.ids) if choice.reported.rows else ()
+        self._reported = [Readback(values) for values in reported]
+        self._tokens = Readback(choice.tokens)  # after it all is there
         self._output: StepOutput | None = None
 
     def done(self) -> bool:
@@ -51,5 +53,7 @@ class RunningStep:
     def result(self) -> StepOutput:
         """Waits for the step. Raises what went wrong on the device."""
         if self._output is None:
-            self._output = StepOutput(*self._sampler.settle(self._choice, self._tokens.result()))
+            tokens = self._tokens.result()
+            values, ids = [reported.result() for reported in self._reported] or ([], [])
+            self._output = StepOutput(*self._sampler.settle(self._choice, tokens, values, ids))
         return self._output

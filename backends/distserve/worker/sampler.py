@@ -7,8 +7,9 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -60,16 +61,25 @@ class SequenceState:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The tokens of a step, still on the device: int64 [n], one for each of `states`.
+class Reported:
+    """Log-probabilities of rows that ask for them, still on the device.
 
-    `reported`: for rows that ask for log-probabilities the row, the chosen token's, and the largest ones
-    with their ids.
+    `rows`: (row, how many of the largest ones); `values`: of each row the chosen token's, then the largest
+    ones; `ids`: of the largest ones.
     """
+
+    rows: Sequence[tuple[int, int]] = ()
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of a step, still on the device: int64 [n], one for each of `states`."""
 
     states: Sequence[SequenceState]
     tokens: Tensor
-    reported: Sequence[tuple[int, Tensor, Tensor, Tensor]]
+    reported: Reported = field(default_factory=Reported)
 
 
 class Sampler:
@@ -104,7 +114,8 @@ class Sampler:
         that has not joined.
         """
         choice = self.choose(logits, keys, positions)
-        return self.settle(choice, choice.tokens.tolist())
+        reported = choice.reported
+        return self.settle(choice, choice.tokens.tolist(), reported.values.tolist(), reported.ids.tolist())
 
     def counts_tokens(self, keys: Sequence[str]) -> bool:
         """Do the choices for any of these sequences depend on its tokens so far?"""
@@ -114,7 +125,7 @@ class Sampler:
         """The first half of `sample`, which waits for no device."""
         states = [self._states[key] for key in keys]
         if all(state.params.plain_greedy for state in states):
-            return Choice(states, argmax(logits), [])
+            return Choice(states, argmax(logits))
         logits = logits.float()
         tables = {
             i: log_softmax(logits[i], -1) for i, s in enumerate(states) if s.params.logprobs is not None
@@ -129,16 +140,22 @@ class Sampler:
             uniforms = upload(np.array(draws, dtype=np.float64), self._device)
             part = logits if len(random) == len(states) else logits[rows]
             chosen[rows] = draw(part, how, uniforms)
-        return Choice(states, chosen, [_reported(i, table, states, chosen) for i, table in tables.items()])
+        return Choice(states, chosen, _reported(tables, states, chosen))
 
-    def settle(self, choice: Choice, tokens: list[int]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The second half: takes note of the tokens, which are the choice's, read back."""
+    def settle(
+        self, choice: Choice, tokens: list[int], values: list[float], ids: list[int]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """The second half: takes note of the tokens, which are the choice's, read back as `values` and `ids`
+        are of what it reports.
+        """
         for state, token in zip(choice.states, tokens, strict=True):
             if state.seen is not None:
                 state.seen.add(token)
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        for row, chosen, values, ids in choice.reported:
-            logprobs[row] = TokenLogprobs(float(chosen), tuple(ids.tolist()), tuple(values.tolist()))
+        value, largest = iter(values), iter(ids)
+        for row, count in choice.reported.rows:
+            chosen = next(value)
+            logprobs[row] = TokenLogprobs(chosen, tuple(islice(largest, count)), tuple(islice(value, count)))
         return tokens, logprobs
 
     def _adjust(self, logits: Tensor, states: Sequence[SequenceState], positions: Sequence[int]) -> None:
@@ -181,9 +198,17 @@ def penalise(row: Tensor, params: SamplingParams, ids: Tensor, counts: Tensor) -
     row[ids] = values
 
 
-def _reported(
-    row: int, table: Tensor, states: Sequence[SequenceState], chosen: Tensor
-) -> tuple[int, Tensor, Tensor, Tensor]:
-    """An entry of `Choice.reported`; `table` has the row's log-probabilities as the model gave them."""
-    values, ids = table.topk(states[row].params.logprobs or 0)
-    return row, table.gather(0, chosen[row : row + 1]), values, ids
+def _reported(tables: Mapping[int, Tensor], states: Sequence[SequenceState], chosen: Tensor) -> Reported:
+    """`tables`: of each row that asks the log-probabilities as the model gave them."""
+    if not tables:
+        return Reported()
+    rows: list[tuple[int, int]] = []
+    values: list[Tensor] = []
+    ids: list[Tensor] = []
+    for row, table in tables.items():
+        count = states[row].params.logprobs or 0
+        largest = table.topk(count)
+        rows.append((row, count))
+        values += [table.gather(0, chosen[row : row + 1]), largest.values]
+        ids.append(largest.indices)
+    return Reported(rows, torch.cat(values), torch.cat(ids))

@@ -101,7 +101,9 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     """
     layers = config.param_count() - config.embedding_params()
     attention = 2.0 * config.num_layers * config.q_size * tokens**2
-    return 2.0 * layers * tokens + attention + 2.0 * config.vocab_size * config.hidden_size
+    behind_attention = config.hidden_size * (config.q_size + 3 * config.ffn_size)  # output, gate, up, down
+    skipped = 2.0 * behind_attention * (tokens - 1)  # in the last layer, where only the last token counts
+    return 2.0 * layers * tokens + attention - skipped + 2.0 * config.vocab_size * config.hidden_size
 
 
 def write_checkpoint(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Path:
