@@ -50,11 +50,24 @@ class Copies:
         if wire is not None and wire[0].device == device:
             self._buffers = self._wire = wire
             return
-        with self.current():  # so that their memory is not given to another stream while a copy runs
-            self._buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(channel.lanes)]
+        self._buffers = self._staging(channel.lanes, size)
         if device.type == "cuda":
             self.device_bytes = channel.lanes * size * dtype.itemsize
         self._wire = self._buffers if wire is None else wire
+
+    def _staging(self, count: int, size: int) -> list[Tensor]:
+        """Of the memory that all streams share, where a pair that is made again finds the last one's."""
+        dtype, device, own = self._packer.dtype, self._packer.device, self._stream
+        if own is None:
+            return [torch.empty(size, dtype=dtype, device=device) for _ in range(count)]
+        cuda: Any = torch.cuda  # untyped in torch
+        shared = cuda.default_stream(device)
+        with cuda.stream(shared):
+            buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(count)]
+        own.wait_stream(shared)  # what had that memory before may still run there
+        for buffer in buffers:
+            buffer.record_stream(own)  # not given to others while a copy runs
+        return buffers
 
     def current(self) -> AbstractContextManager[Any]:
         """Work issued inside belongs to the own stream; the channel's operations are ordered with it."""
