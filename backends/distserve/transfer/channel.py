@@ -104,10 +104,10 @@ class GroupChannel:
         # an unfinished operation keeps its group's connections open, and so would a traceback that refers to
         # it
         del work
-        self._messages[lane] = None
-        if error is not None:
+        if error is not None:  # the message stays, as something may still write to it
             self._alive = False
             raise error
+        self._messages[lane] = None
 
     def close(self) -> None:
         self._alive = False

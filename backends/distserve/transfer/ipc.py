@@ -46,8 +46,8 @@ class LanePool:
     """Lanes that a source has shared before: memory and events of pairs that have ended, for those to come.
 
     torch keeps memory that was shared until the other process lets go, which a killed one never does. Here
-    it is used again, once the last copy into it has ended. An old puller that still reads gets what belongs
-    to a pull that has failed.
+    it is used again, once the last copy into it has ended, and the pool lives as long as its process. An old
+    puller that still reads gets what belongs to a pull that has failed.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:

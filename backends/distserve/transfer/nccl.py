@@ -66,9 +66,12 @@ class NcclChannel(GroupChannel):
         return None
 
     def _drop(self, group: Any) -> None:
+        messages = list(self._messages)  # their memory is nobody else's before the last kernel has ended
+
         def abort() -> None:
             with contextlib.suppress(RuntimeError):
                 group.abort()  # never `shutdown`, which waits for kernels that a dead peer keeps running
+            messages.clear()
 
         # torch gives up waiting, and then waits for its own thread all the same
         thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
