@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     results = folder / RESULTS
     systems = len(SYSTEMS) + with_vllm
     recording = Recording(results, read_campaigns(results) if args.resume and results.exists() else ())
-    beside = f"{plan.load_s(systems) / 3600:.1f} h of load, and about as much beside"
+    minutes = plan.load_s(systems) / 60
+    beside = f"{minutes:.0f} minutes of load, and about as much beside"
     lines.say(f"{len(plan.models)} models x {len(plan.workloads)} workloads: {beside}")
     lines.say(f"runs are kept in {results}; should this break off: again with --resume, or --again {results}")
     try:
