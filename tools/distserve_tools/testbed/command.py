@@ -43,7 +43,7 @@ examples:
   distserve testbed --quick                      minutes: one model, one workload, nothing is judged
   distserve testbed --quick --workload code      another one
   distserve testbed --quick --model random-llama --workload summarization --run-s 60
-  distserve testbed                              hours: both models, three workloads, vLLM beside
+  distserve testbed                              a day: both models, three workloads, vLLM beside
   distserve testbed --resume                     goes on where that broke off
   distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
