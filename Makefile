@@ -35,7 +35,7 @@ lint: $(INSTALLED)
 unit: $(INSTALLED)
 	@$(BIN)/pytest -m "not slow and not gpu and not gpu2" $(PYTEST_FLAGS)
 
-reproduce: $(INSTALLED)  ## measure docs/results.md again, into build/testbed (a day; QUICK=1: minutes; RESUME=1: go on)
+reproduce: $(INSTALLED)  ## measure docs/results.md again, into build/testbed (hours; QUICK=1: minutes; RESUME=1: go on)
 	@$(BIN)/distserve testbed $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 	@$(BIN)/distserve bench orchestrator --output build/testbed/orchestrator.json
 

@@ -29,6 +29,7 @@ from distserve_tools.testbed.campaign import (
     belongs,
     beside_engines,
     blocks_of,
+    fitting,
     grid,
     missing_turns,
     sizing,
@@ -82,8 +83,8 @@ LIMITS = EngineLimits(max_batch_tokens=256, chunk_tokens=64, kv_bytes=64 << 20)
 PREFILL_S, DECODE_S = 1e-3, 20e-3  # of a token, of a step
 
 
-def profile() -> Profile:
-    degree = Degree(1, (PrefillPiece(2e-3, PREFILL_S),), (DecodePiece(DECODE_S, 1e-6, per_request_s=1e-3),))
+def profile(prefill_s: float = PREFILL_S) -> Profile:
+    degree = Degree(1, (PrefillPiece(2e-3, prefill_s),), (DecodePiece(DECODE_S, 1e-6, per_request_s=1e-3),))
     return Profile("a core", "m", MODEL, "fp32", (degree,), lm_tokens=256, transfer=Link(1e9, 1e-3))
 
 
@@ -223,6 +224,14 @@ def test_at_the_pace_of_a_contention_the_same_is_predicted(system: str) -> None:
     assert seen.tpot_s.tolist() == same.tpot_s.tolist()
     slow_decode = predictor(system).predict_at(trace, (contention.alone, Pace(1.1, 2.6)), 0.02)
     assert slow_decode.tpot_s.mean() > 1.2 * seen.tpot_s.mean()
+
+
+@pytest.mark.parametrize(("prefill_s", "part"), [(0.1e-3, 1), (1e-3, 1), (4e-3, 2), (8e-3, 4), (0.5, 8)])
+def test_a_slower_core_is_asked_shorter_prompts(prefill_s: float, part: int) -> None:
+    chat = WORKLOADS[0]
+    fitted = fitting(profile(prefill_s), chat, LIMITS)
+    assert fitted == replace(chat, scale=chat.scale / part)
+    assert fitted in chat.sizes
 
 
 def test_sizing_chooses_a_chunk_and_rates_around_the_limit() -> None:
@@ -470,7 +479,8 @@ def test_a_resumed_run_measures_what_is_missing() -> None:
     assert belongs(begun, plan, 2)
     assert missing_turns(begun, plan) == [(2.0, 2), (1.0, 0)]
     assert not belongs(begun, plan, 3), "a system more"
-    longer = replace(WORKLOADS[0], scale=0.5)
+    assert belongs(replace(begun, workload=begun.workload.sizes[2]), plan, 2), "as a slower core is asked"
+    longer = replace(WORKLOADS[0], scale=0.3)
     for other in (
         replace(plan, run_s=30.0),
         replace(plan, repeats=2),

@@ -10,7 +10,13 @@ from distserve_planner.profile_file import Profile
 from distserve_planner.slo import Slo
 from distserve_tools.testbed.engine_counters import merged
 from distserve_tools.testbed.pace import fit_contention, measured_pace
-from distserve_tools.testbed.plan import CHUNKS, OBJECTIVES, ScaledWorkload, TestbedPlan
+from distserve_tools.testbed.plan import (
+    CHUNKS,
+    LONGEST_PROMPT_S,
+    OBJECTIVES,
+    ScaledWorkload,
+    TestbedPlan,
+)
 from distserve_tools.testbed.prediction import Predictor, ServerTerms, capacity_rps, fit_terms
 from distserve_tools.testbed.runs import Run, idle_time, run_once
 from distserve_tools.testbed.systems import CHUNKED, SYSTEMS, EngineLimits, Served
@@ -52,6 +58,14 @@ class Campaign:
         return tuple(self.lone)
 
 
+def fitting(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> ScaledWorkload:
+    """The workload in the largest of its sizes that this core computes fast enough, or the smallest."""
+    for size in workload.sizes:
+        if _simulated_lone(profile, size, limits)[0] <= LONGEST_PROMPT_S:
+            break
+    return size
+
+
 def sizing(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> tuple[EngineLimits, float]:
     """The chunk that serves the chunked baseline best, and the rate at which the best system is overrun.
 
@@ -83,9 +97,17 @@ def _with_chunk(limits: EngineLimits, chunk: int) -> EngineLimits:
 
 def _expected_slo(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> Slo:
     """The first objective, from lone requests as simulated."""
-    lone = lone_requests(workload, 2, 1e4, profile.model.max_context)
-    seen = Predictor(SYSTEMS[0], profile, limits, blocks_of(profile, limits)).predict(lone)
-    return OBJECTIVES[0].slo(float(seen.ttft_s[0]), float(seen.tpot_s[0]))
+    ttft, tpot, _ = _simulated_lone(profile, workload, limits)
+    return OBJECTIVES[0].slo(ttft, tpot)
+
+
+def _simulated_lone(
+    profile: Profile, workload: ScaledWorkload, limits: EngineLimits
+) -> tuple[float, float, int]:
+    """TTFT, TPOT and tokens of a lone request of the mean lengths."""
+    trace = lone_requests(workload, 2, 1e4, profile.model.max_context)
+    seen = Predictor(SYSTEMS[0], profile, limits, blocks_of(profile, limits)).predict(trace)
+    return float(seen.ttft_s[0]), float(seen.tpot_s[0]), int(trace.output_tokens[0])
 
 
 def grid(top: float, count: int) -> list[float]:
@@ -155,7 +177,7 @@ def belongs(campaign: Campaign, plan: TestbedPlan, systems: int) -> bool:
     turns = plan.turns(campaign.rates, campaign.repeated_rate)
     return (
         campaign.model in plan.models
-        and campaign.workload in plan.workloads
+        and any(campaign.workload in workload.sizes for workload in plan.workloads)
         and len(campaign.systems) == systems
         and len(campaign.rates) == plan.rates
         and all(len(run.trace) == plan.lone_requests for run in campaign.lone.values())
@@ -231,9 +253,8 @@ def beside_engines(campaign: Campaign, system: str) -> list[tuple[float, float]]
 
 def _lone_gap(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> float:
     """Time enough for one request to end before the next."""
-    trace = lone_requests(workload, 2, 1e4, profile.model.max_context)
-    seen = Predictor(SYSTEMS[0], profile, limits, blocks_of(profile, limits)).predict(trace)
-    return 1.3 * float(seen.ttft_s[0] + seen.tpot_s[0] * trace.output_tokens[0]) + 0.3
+    ttft, tpot, tokens = _simulated_lone(profile, workload, limits)
+    return 1.3 * (ttft + tpot * tokens) + 0.3
 
 
 def _lone_times(lone: Mapping[str, Run]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from distserve_tools.testbed.campaign import (
     Campaign,
     begin_campaign,
     belongs,
+    fitting,
     measure,
     missing_turns,
     sizing,
@@ -43,7 +44,7 @@ examples:
   distserve testbed --quick                      minutes: one model, one workload, nothing is judged
   distserve testbed --quick --workload code      another one
   distserve testbed --quick --model random-llama --workload summarization --run-s 60
-  distserve testbed                              a day: both models, three workloads, vLLM beside
+  distserve testbed                              hours: both models, three workloads, vLLM beside
   distserve testbed --resume                     goes on where that broke off
   distserve testbed --simulate --profile cpu.yaml        no server: what the planner expects
   distserve testbed --quick --profile cpu.yaml   with step times that `distserve profile` wrote
@@ -146,7 +147,8 @@ def _simulate(args: argparse.Namespace, workloads: Sequence[ScaledWorkload]) -> 
         raise ConfigError("--simulate: needs --profile FILE, which `distserve profile` writes")
     profile = Profile.load(args.profile)
     limits = EngineLimits(_batch_tokens(profile), 256)
-    sys.stdout.write(simulated_goodputs(profile, workloads, limits) + "\n")
+    fitted = [fitting(profile, workload, limits) for workload in workloads]
+    sys.stdout.write(simulated_goodputs(profile, fitted, limits) + "\n")
     return 0
 
 
@@ -173,10 +175,10 @@ def _measure(
 ) -> None:
     """All workloads with one model, as far as they are not recorded yet; profiled once."""
     found = [c for c in recording if c.model == name and belongs(c, plan, len(SYSTEMS) + with_vllm)]
-    begun = {c.workload: c for c in found}
-    missing = [w for w in plan.workloads if w not in begun or missing_turns(begun[w], plan)]
-    for workload in begun.keys() - set(missing):
-        say(f"{name}, {workload.label}: measured already")
+    begun = {c.workload.label: c for c in found}
+    missing = [w for w in plan.workloads if w.label not in begun or missing_turns(begun[w.label], plan)]
+    for label in begun.keys() - {w.label for w in missing}:
+        say(f"{name}, {label}: measured already")
     if not missing:
         return
     model = _model(name, say)
@@ -187,8 +189,11 @@ def _measure(
     else:
         profile = Profile.load(given or profile_on_a_core(model, measured, say, plan.quick_profile))
     for workload in missing:
-        campaign = begun.get(workload)
-        limits, top = (campaign.limits, 0.0) if campaign else _sizing(profile, workload, args.top_rate, say)
+        campaign = begun.get(workload.label)
+        if campaign:
+            workload, limits, top = campaign.workload, campaign.limits, 0.0
+        else:
+            workload, limits, top = _sizing(profile, workload, args.top_rate, say)
         with _all_systems(model, limits, with_vllm, say) as served:
             if campaign is None:
                 campaign = begin_campaign(plan, name, workload, profile, limits, top, served, say)
@@ -197,12 +202,16 @@ def _measure(
 
 def _sizing(
     profile: Profile, workload: ScaledWorkload, top_rate: float | None, say: Callable[[str], None]
-) -> tuple[EngineLimits, float]:
-    """The engines' limits, and the rate to measure around."""
-    lm = _batch_tokens(profile)
-    limits, simulated_top = sizing(profile, workload, EngineLimits(lm, 256))
-    say(f"{workload.label}: chunk {limits.chunk_tokens}, Lm {lm}, overrun at {simulated_top:.2f}/s")
-    return limits, top_rate or simulated_top
+) -> tuple[ScaledWorkload, EngineLimits, float]:
+    """The workload as this core can serve it, the engines' limits, and the rate to measure around."""
+    limits = EngineLimits(_batch_tokens(profile), 256)
+    workload = fitting(profile, workload, limits)
+    limits, simulated_top = sizing(profile, workload, limits)
+    say(
+        f"{workload.label}: {workload.name} x {workload.scale:g}, chunk {limits.chunk_tokens}, "
+        f"Lm {limits.max_batch_tokens}, overrun at {simulated_top:.2f}/s"
+    )
+    return workload, limits, top_rate or simulated_top
 
 
 @contextlib.contextmanager

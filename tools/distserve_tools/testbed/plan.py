@@ -10,6 +10,7 @@ from distserve_tools.demo_model import DEMO_MODEL
 
 RANDOM_MODEL = "random-llama"
 LEAST_REQUESTS = 8  # of a run
+LONGEST_PROMPT_S = 0.4  # of the mean prompt alone, so that a minute of load is a hundred requests on any core
 CHUNKS = (32, 64, 128, 256)  # budgets tried (in the simulation) for the chunked baseline
 
 
@@ -20,6 +21,11 @@ class ScaledWorkload:
     label: str
     name: str  # of `distserve_planner.workload`
     scale: float
+
+    @property
+    def sizes(self) -> tuple[ScaledWorkload, ...]:
+        """Itself, and what slower cores are asked: halves, quarters, eighths of its lengths."""
+        return tuple(replace(self, scale=self.scale / part) for part in (1, 2, 4, 8))
 
 
 WORKLOADS = (
@@ -62,7 +68,7 @@ class TestbedPlan:
     models: tuple[str, ...] = (DEMO_MODEL, RANDOM_MODEL)
     quick_profile: bool = False
     rates: int = 7
-    run_s: float = 300.0
+    run_s: float = 60.0
     repeats: int = 5  # of the middle rate, to know the noise
     lone_requests: int = 12
     judge: bool = True  # whether predictions must lie within 2 points, or the noise
