@@ -38,3 +38,6 @@ class DenseAttention:
             hidden |= age <= -sliding_window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype).contiguous()
+
+    def decode_rows(self) -> None:
+        """Its tokens are not in pages."""

@@ -127,6 +127,11 @@ class AttentionBackend(Protocol):
         ...
 
     @property
+    def whole_layers(self) -> bool:
+        """Can `decoder.Decoder` work on these pages?"""
+        ...
+
+    @property
     def rotary_store(self) -> RotaryStore | None:
         """`ops.rotary` of q and k, and `store`, in one pass over memory; None where there is none."""
         ...

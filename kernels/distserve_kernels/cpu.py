@@ -59,6 +59,7 @@ class CpuBackend:
 
     name = "c"
     recordable = False
+    whole_layers = True
     rotary_store = None
     kv_head_axis = TRANSPOSED.kv_head_axis
 

@@ -59,6 +59,7 @@ class FlashBackend:
 
     name = "flash_attn"
     recordable = True
+    whole_layers = False
     kv_head_axis = TOKENS.kv_head_axis
 
     def __init__(self, package: ModuleType) -> None:

@@ -63,6 +63,12 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
 
+    @property
+    def addresses(self) -> tuple[int, int | None]:
+        """Of the packed weight and of the bias, for C that multiplies by itself (`name` "c" only)."""
+        assert isinstance(self._product, _CProduct)
+        return self._product.addresses
+
 
 class _Product(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -113,9 +119,9 @@ class _CProduct:
         self, kernels: _Kernels, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int
     ) -> None:
         self._packed, self._outputs, self._inputs = packed, outputs, inputs
-        self._weights, self._dtype = packed.data_ptr(), packed.dtype
+        self._dtype = packed.dtype
         self._bias = None if bias is None else bias.contiguous()
-        self._bias_address = None if self._bias is None else self._bias.data_ptr()
+        self.addresses = packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()
         self._multiply = kernels.multiply
 
     @classmethod
@@ -141,8 +147,7 @@ class _CProduct:
         failed = self._multiply(
             x.data_ptr(),
             x.stride(0),
-            self._weights,
-            self._bias_address,
+            *self.addresses,
             out.data_ptr(),
             rows,
             self._outputs,

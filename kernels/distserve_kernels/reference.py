@@ -47,6 +47,7 @@ class ReferenceBackend:
 
     name = "reference"
     recordable = False
+    whole_layers = False
     rotary_store = None
 
     def __init__(self, layout: PageLayout) -> None:

@@ -29,6 +29,7 @@ class SdpaBackend:
 
     name = "sdpa"
     recordable = False
+    whole_layers = False
     rotary_store = None
 
     def __init__(self, layout: PageLayout) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -116,6 +119,36 @@ def test_big_tensors_start_on_a_huge_page_and_are_zero() -> None:
     big[-1] = 1
     assert big.sum() == 3
     assert memory.zeros((0, 4), torch.bfloat16).shape == (0, 4)
+
+
+FAULTS = """
+import resource, sys
+import torch
+from distserve_kernels import memory
+
+def layers():
+    for _ in range(20):
+        torch.ones(10 << 20)  # 40 MB
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    layers()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+layers()
+given_back = faults()
+memory.keep_freed()
+layers()
+print(given_back, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+def test_what_a_step_frees_is_not_faulted_in_again_by_the_next() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    given_back, kept = map(int, done.stdout.split())
+    assert given_back > 1000  # else nothing is tested
+    assert kept < given_back / 10
 
 
 def test_build_once_for_concurrent_builders(tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ class NoAttention:
     ) -> torch.Tensor:
         return q.contiguous()
 
+    def decode_rows(self) -> None:
+        return None
+
 
 @pytest.mark.parametrize("name", ["qwen3", "opt-350m", "gpt2"])
 def test_everything_lives_on_the_device_that_was_asked_for(zoo: Zoo, name: str) -> None:

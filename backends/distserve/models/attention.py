@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from distserve_kernels.decoder import DecodeRows
+
 
 class AttentionContext(Protocol):
     """One step's batch: knows which rows belong to which sequence and where their K and V go."""
@@ -29,5 +31,11 @@ class AttentionContext(Protocol):
         [T, kv_heads, D], all heads of this rank only; rows may be strided (slices of one qkv tensor).
         Scores are `scale * q k`. With `sliding_window` w a token at position p sees positions p - w + 1 ..
         p. Returns [T, q_heads, D], contiguous.
+        """
+        ...
+
+    def decode_rows(self) -> DecodeRows | None:
+        """The batch for a call that does all layers at once; None if there is more in it than one token of
+        each sequence, or if the pages are not laid out for that.
         """
         ...

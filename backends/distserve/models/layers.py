@@ -20,6 +20,7 @@ from distserve.models.linear import Linear, LinearPlan
 from distserve.models.weights import WeightSource
 from distserve.worker.parallel import ParallelGroup
 from distserve_kernels import memory, ops
+from distserve_kernels.linear import PackedLinear
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class RowParallelLinear:
     def __init__(self, linear: Linear, group: ParallelGroup) -> None:
         self._linear = linear
         self._group = group
+
+    @property
+    def packed(self) -> PackedLinear | None:
+        """See `Linear.packed`; None where there is something to sum."""
+        return self._linear.packed if self._group.size == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.all_reduce(self._linear(x))

@@ -91,6 +91,11 @@ class Linear:
         self._bias = bias
         self.forms = f"{form}+torch" if both else form  # for log and status
 
+    @property
+    def packed(self) -> PackedLinear | None:
+        """The packed form, if it serves every call."""
+        return self._packed if self._plain is None else None
+
     def __call__(self, x: Tensor) -> Tensor:
         plain = self._plain
         if plain is None or (self._packed is not None and 1 < x.shape[0] < _MKL_FROM_ROWS):

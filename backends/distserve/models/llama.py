@@ -12,6 +12,7 @@ from distserve.models.base import Stage
 from distserve.models.layers import Builder, HeadSplit, ParallelLMHead, Rows, VocabParallelEmbedding
 from distserve.models.rotary import RotaryTable
 from distserve_kernels import ops
+from distserve_kernels.decoder import Decoder, DecoderShape, LayerWeights, decoder
 
 
 class LlamaAttention:
@@ -25,30 +26,30 @@ class LlamaAttention:
         self._heads, self._index = heads, index
         self._scale = config.head_dim**-0.5
         self._eps = config.norm_eps
-        self._window = config.window_of(layer)
+        self.window = config.window_of(layer)
         query, kv = heads.columns(heads.query), heads.columns(heads.kv)
         parts = [
             Rows(f"{module}.q_proj", config.q_size, query),
             Rows(f"{module}.k_proj", config.kv_size, kv),
             Rows(f"{module}.v_proj", config.kv_size, kv),
         ]
-        self._qkv = build.column(parts, config.hidden_size, config.qkv_bias)
-        self._out = build.row(f"{module}.o_proj", config.hidden_size, config.q_size, query, config.o_bias)
-        self._q_norm = self._k_norm = None
+        self.qkv = build.column(parts, config.hidden_size, config.qkv_bias)
+        self.out = build.row(f"{module}.o_proj", config.hidden_size, config.q_size, query, config.o_bias)
+        self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self._q_norm = build.tensor(f"{module}.q_norm.weight", (config.head_dim,))
-            self._k_norm = build.tensor(f"{module}.k_norm.weight", (config.head_dim,))
+            self.q_norm = build.tensor(f"{module}.q_norm.weight", (config.head_dim,))
+            self.k_norm = build.tensor(f"{module}.k_norm.weight", (config.head_dim,))
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, attn: AttentionContext, rows: Tensor | None
     ) -> Tensor:
         tokens, heads = x.shape[0], self._heads
-        q, k, v = self._qkv(x).view(tokens, heads.total, heads.head_dim).split_with_sizes(heads.sizes, dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = ops.rms_norm(q, self._q_norm, self._eps), ops.rms_norm(k, self._k_norm, self._eps)
-        attended = attn.run(self._index, q, k, v, self._scale, self._window, (cos, sin))
+        q, k, v = self.qkv(x).view(tokens, heads.total, heads.head_dim).split_with_sizes(heads.sizes, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.rms_norm(q, self.q_norm, self._eps), ops.rms_norm(k, self.k_norm, self._eps)
+        attended = attn.run(self._index, q, k, v, self._scale, self.window, (cos, sin))
         attended = attended.view(tokens, -1)
-        return self._out(attended if rows is None else attended[rows])
+        return self.out(attended if rows is None else attended[rows])
 
 
 class LlamaMLP:
@@ -58,11 +59,11 @@ class LlamaMLP:
         size = config.ffn_size
         kept = split_range(size, build.group.size, build.group.rank)
         parts = [Rows(f"{module}.gate_proj", size, kept), Rows(f"{module}.up_proj", size, kept)]
-        self._gate_up = build.column(parts, config.hidden_size, config.mlp_bias)
-        self._down = build.row(f"{module}.down_proj", config.hidden_size, size, kept, config.mlp_bias)
+        self.gate_up = build.column(parts, config.hidden_size, config.mlp_bias)
+        self.down = build.row(f"{module}.down_proj", config.hidden_size, size, kept, config.mlp_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(ops.silu_mul(self._gate_up(x)))
+        return self.down(ops.silu_mul(self.gate_up(x)))
 
 
 class LlamaLayer:
@@ -102,6 +103,26 @@ class LlamaLayer:
         x, _ = ops.add_rms_norm(delta, residual, self._mlp_norm, self._eps)
         return self._mlp(x), residual
 
+    def weights(self) -> LayerWeights | None:
+        """For `decoder`; None if a product is not packed or its ranks have something to sum."""
+        attention, mlp = self._attention, self._mlp
+        qkv, out, gate_up, down = (
+            layer.packed for layer in (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        )
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return LayerWeights(
+            self._attention_norm,
+            self._mlp_norm,
+            attention.q_norm,
+            attention.k_norm,
+            qkv,
+            out,
+            gate_up,
+            down,
+            attention.window,
+        )
+
 
 class LlamaModel:
     """See `Model`."""
@@ -121,6 +142,7 @@ class LlamaModel:
             LlamaLayer(build, config, heads, f"{prefix}layers.{layer}", index, layer)
             for index, layer in enumerate(layers)
         ]
+        self._decoder = self._compiled()
         self._norm: Tensor | None = None
         self._head: ParallelLMHead | None = None
         if stage.is_last:
@@ -129,6 +151,22 @@ class LlamaModel:
             shared = self._embed.table if tied and self._embed is not None else None
             self._head = ParallelLMHead(build, table_name if tied else "lm_head.weight", vocab, size, shared)
 
+    @property
+    def whole_layers(self) -> bool:
+        """Are decode steps one call for all layers?"""
+        return self._decoder is not None
+
+    def _compiled(self) -> Decoder | None:
+        """All blocks as one call, where that can be."""
+        weights = [block.weights() for block in self._blocks]
+        known = [layer for layer in weights if layer is not None]
+        if len(known) < len(weights):
+            return None
+        heads = self.heads
+        return decoder(
+            known, DecoderShape(len(heads.query), len(heads.kv), heads.head_dim, self.config.norm_eps)
+        )
+
     @torch.inference_mode()
     def forward(
         self, inputs: Tensor, positions: Tensor, attn: AttentionContext, rows: Tensor | None = None
@@ -136,6 +174,10 @@ class LlamaModel:
         """See `Model.forward`."""
         residual = inputs if self._embed is None else self._embed(inputs)
         cos, sin = self._rotary(positions)
+        if self._decoder is not None and rows is None:
+            step = attn.decode_rows()
+            if step is not None:
+                return self._decoder(residual, cos, sin, step)
         delta: Tensor | None = None
         last = self._blocks[-1]
         for block in self._blocks:

@@ -42,6 +42,8 @@ class KVCache:
         self.kv_head_axis = backend.kv_head_axis
         size = (num_blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         self._pages = [backend.allocate(*size, shape.dtype, device) for _ in range(shape.layers)]
+        addresses = [[page.data_ptr() for page in pair] for pair in self._pages]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64)  # [layers, 2]: of K and V pages
 
     @property
     def num_layers(self) -> int:

@@ -26,8 +26,9 @@ from distserve.worker.parallel import RankLinks
 from distserve.worker.running import RunningStep
 from distserve.worker.sampler import Choice, Sampler
 from distserve.worker.step import StepInput, StepItem, StepOutput
-from distserve_kernels import ops
+from distserve_kernels import memory, ops
 from distserve_kernels.backend import AttentionBackend, PrefillMeta, choose_backend
+from distserve_kernels.decoder import DecodeRows
 from distserve_kernels.transit import upload
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,13 @@ class PagedAttention:
         first = backend.decode(q[:n], keys, values, tables, lens, scale, sliding_window)
         rest = backend.prefill(q[n:], k[n:], v[n:], keys, values, prefill, scale, sliding_window)
         return torch.cat((first, rest))
+
+    def decode_rows(self) -> DecodeRows | None:
+        decode = self._decode
+        if decode is None or self._prefill is not None or not self._backend.whole_layers:
+            return None
+        cache, tables, lens = self._cache, decode.block_tables, decode.context_lens
+        return DecodeRows(self._slots, tables, lens, cache.addresses, cache.shape.block_size)
 
 
 class StepTensors:
@@ -296,6 +304,8 @@ class ModelRunner:
     def allocate(self, blocks: int) -> None:
         """Makes the pool and, where decode steps are recorded, their graphs."""
         self.kv_cache = KVCache(self._backend, self._shape, blocks, self.device)
+        if self.device.type == "cpu":
+            memory.keep_freed()  # not before: what loading takes for a moment goes back to the system
         if self.device.type == "cuda" and self._links.shape.ranks == 1:
             self.warm_up()
         if wants_graphs(self._config, self.device) and self._recordable():

@@ -51,6 +51,7 @@ class TritonBackend:
 
     name = "triton"
     recordable = True
+    whole_layers = False
     kv_head_axis = TOKENS.kv_head_axis
 
     def __init__(self, chip: Chip, measurements: Path) -> None:
