@@ -64,6 +64,7 @@ from distserve_tools.testbed.replay_engine import STAMP_UNIT_S, age_s, stamp
 from distserve_tools.testbed.report import goodputs, report
 from distserve_tools.testbed.runs import Run
 from distserve_tools.testbed.simulated import simulated_goodputs
+from distserve_tools.testbed.summary import summary
 from distserve_tools.testbed.systems import CHUNKED, DISAGGREGATED, PREFILL_FIRST, SYSTEMS, EngineLimits
 from distserve_tools.testbed.traces import lone_requests, requests_at
 
@@ -367,6 +368,31 @@ def test_the_report_has_every_table() -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(row.count("|") == following.count("|") for row, following in _same_table(text))
     assert len(rows) > 25
+
+
+def test_the_summary_counts_predictions_and_names() -> None:
+    one = campaign()
+    text = summary([one, replace(one, model="n")])
+    # simulated at 1/s and 2/s under two objectives
+    errors = [p.error or 0.0 for slo in one.slos.values() for p in pairs(one.runs, DISAGGREGATED, slo)]
+    assert len(errors) == 4
+    noise = [repeat_noise(one.runs, one.systems, slo) or 0.0 for slo in one.slos.values() for _ in range(2)]
+    within = [sum(abs(e) <= max(2.0, k * n) for e, n in zip(errors, noise, strict=True)) for k in range(3)]
+    mean, bias = np.mean(np.abs(errors)), np.mean(errors)
+    median = np.median(np.abs(errors))
+    counts = " | ".join(map(str, within))
+    assert f"| chat, m | 4 | {mean:.1f} | {median:.1f} | {bias:+.1f} | {counts} |" in text
+    doubled = " | ".join(str(2 * count) for count in within)
+    assert f"| all | 8 | {mean:.1f} | {median:.1f} | {bias:+.1f} | {doubled} |" in text
+    assert "| chat, m | easy | 0.70/" in text
+    assert "in 4 of 4 rows and targets" in text  # one system is simulated: it is named where it attains
+    assert all(row.count("|") == following.count("|") for row, following in _same_table(text))
+
+
+def test_a_summary_of_what_nobody_attains_says_so() -> None:
+    late = campaign()
+    late.slos = {"impossible": Slo(1e-6, 1e-6)}
+    assert "No system attains any of the targets." in summary([late])
 
 
 def _same_table(text: str) -> list[tuple[str, str]]:

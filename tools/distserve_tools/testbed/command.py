@@ -33,6 +33,7 @@ from distserve_tools.testbed.profiling import profile_on_a_core
 from distserve_tools.testbed.recorded import Recording, read_campaigns
 from distserve_tools.testbed.report import report
 from distserve_tools.testbed.simulated import simulated_goodputs
+from distserve_tools.testbed.summary import summary
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits, Served, cores, serving
 from distserve_tools.testbed.vllm_peer import VLLM, vllm_serving
 
@@ -232,7 +233,7 @@ def _write(recording: Recording, transfer: str, folder: Path, say: Callable[[str
     from distserve_tools.testbed.figures import draw
 
     campaigns = recording.finished()
-    texts, figures = [], []
+    texts, figures = [summary(campaigns)], []
     for campaign in campaigns:
         texts.append(report(campaign))
         prefix = f"{_slug(campaign.model)}-{campaign.workload.label}"

@@ -13,6 +13,8 @@ from distserve_planner.slo import Slo
 from distserve_tools.testbed.prediction import Predicted
 from distserve_tools.testbed.runs import Run
 
+NOBODY, SYSTEMS_APART = "none", " = "  # of `winner`: no system, and what is between the names of equals
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -119,8 +121,8 @@ def winner(goodputs: Mapping[str, float], tie: float = 0.05) -> str:
     """The system with the highest goodput; several within `tie` of it are named together."""
     best = max(goodputs.values())
     if best <= 0:
-        return "none"
-    return " = ".join(name for name, value in goodputs.items() if value >= (1 - tie) * best)
+        return NOBODY
+    return SYSTEMS_APART.join(name for name, value in goodputs.items() if value >= (1 - tie) * best)
 
 
 def repeat_noise(runs: Sequence[Run], systems: Sequence[str], slo: Slo) -> float | None:
