@@ -174,8 +174,18 @@ def _measure(
     recording: Recording,
     say: Callable[[str], None],
 ) -> None:
-    """All workloads with one model, as far as they are not recorded yet; profiled once."""
-    found = [c for c in recording if c.model == name and belongs(c, plan, len(SYSTEMS) + with_vllm)]
+    """All workloads with one model, as far as they are not recorded yet; profiled once.
+
+    Raises `ConfigError` for one that is recorded as another plan has it.
+    """
+    labels = {workload.label for workload in plan.workloads}
+    found = [c for c in recording if c.model == name and c.workload.label in labels]
+    for other in found:
+        if not belongs(other, plan, len(SYSTEMS) + with_vllm):
+            raise ConfigError(
+                f"--resume: {folder / RESULTS} holds {other.workload.label} of {name} as another plan has it "
+                "(--run-s, --quick or the systems differ); give those options, or another --output"
+            )
     begun = {c.workload.label: c for c in found}
     missing = [w for w in plan.workloads if w.label not in begun or missing_turns(begun[w.label], plan)]
     for label in begun.keys() - {w.label for w in missing}:

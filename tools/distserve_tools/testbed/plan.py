@@ -24,8 +24,8 @@ class ScaledWorkload:
 
     @property
     def sizes(self) -> tuple[ScaledWorkload, ...]:
-        """Itself, and what slower cores are asked: halves, quarters, eighths of its lengths."""
-        return tuple(replace(self, scale=self.scale / part) for part in (1, 2, 4, 8))
+        """Itself, and what slower cores are asked: halves and quarters of its lengths."""
+        return tuple(replace(self, scale=self.scale / part) for part in (1, 2, 4))
 
 
 WORKLOADS = (

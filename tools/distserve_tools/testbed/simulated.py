@@ -42,5 +42,13 @@ def simulated_goodputs(profile: Profile, workloads: Sequence[ScaledWorkload], li
                     for name, by_rate in seen.items()
                 }
                 cells = [f"{value:.2f}" for value in goodputs.values()]
-                rows.append([workload.label, objective.label, f"{target:.0%}", *cells, winner(goodputs)])
+                rows.append(
+                    [
+                        f"{workload.label} x {workload.scale:g}",
+                        objective.label,
+                        f"{target:.0%}",
+                        *cells,
+                        winner(goodputs),
+                    ]
+                )
     return table(["workload", "objective", "attained", *SYSTEMS, "best"], rows)

@@ -21,7 +21,8 @@ def summary(campaigns: Sequence[Campaign]) -> str:
 
 
 def _name(campaign: Campaign) -> str:
-    return f"{campaign.workload.label}, {campaign.model.removeprefix('cache:')}"
+    workload = campaign.workload
+    return f"{workload.label} x {workload.scale:g}, {campaign.model.removeprefix('cache:')}"
 
 
 def _goodputs(campaigns: Sequence[Campaign]) -> str:
@@ -30,7 +31,10 @@ def _goodputs(campaigns: Sequence[Campaign]) -> str:
     for campaign in campaigns:
         for label, slo in campaign.slos.items():
             found = [goodputs(campaign, slo, target, predicted=False) for target in TARGETS]
-            cells = ["/".join(f"{at.get(name, 0.0):.2f}" for at in found) for name in systems]
+            cells = [
+                "/".join(f"{at[name]:.2f}" for at in found) if name in campaign.systems else "-"
+                for name in systems
+            ]
             rows.append([_name(campaign), label, *cells])
     of = " and ".join(f"{target:.0%}" for target in TARGETS)
     head = ["workload, model", "objective", *systems]
