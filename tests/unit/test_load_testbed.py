@@ -518,6 +518,15 @@ def test_a_resumed_run_measures_what_is_missing() -> None:
         assert not belongs(begun, other, 2), other
 
 
+def test_going_on_under_another_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    recorded(path, replace(campaign(), model=TestbedPlan.models[0])).save(path)
+    before = path.read_bytes()
+    assert main(["testbed", "--quick", "--resume", "--output", str(tmp_path)]) != 0
+    assert "results.json holds chat of cache:smollm2" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_a_report_made_again_goes_beside_what_it_is_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
