@@ -61,7 +61,7 @@ class Campaign:
 def fitting(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> ScaledWorkload:
     """The workload in the largest of its sizes that this core computes fast enough, or the smallest."""
     for size in workload.sizes:
-        if _simulated_lone(profile, size, limits)[0] <= LONGEST_PROMPT_S:
+        if simulated_lone(profile, size, limits)[0] <= LONGEST_PROMPT_S:
             break
     return size
 
@@ -97,11 +97,11 @@ def _with_chunk(limits: EngineLimits, chunk: int) -> EngineLimits:
 
 def _expected_slo(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> Slo:
     """The first objective, from lone requests as simulated."""
-    ttft, tpot, _ = _simulated_lone(profile, workload, limits)
+    ttft, tpot, _ = simulated_lone(profile, workload, limits)
     return OBJECTIVES[0].slo(ttft, tpot)
 
 
-def _simulated_lone(
+def simulated_lone(
     profile: Profile, workload: ScaledWorkload, limits: EngineLimits
 ) -> tuple[float, float, int]:
     """TTFT, TPOT and tokens of a lone request of the mean lengths."""
@@ -253,7 +253,7 @@ def beside_engines(campaign: Campaign, system: str) -> list[tuple[float, float]]
 
 def _lone_gap(profile: Profile, workload: ScaledWorkload, limits: EngineLimits) -> float:
     """Time enough for one request to end before the next."""
-    ttft, tpot, tokens = _simulated_lone(profile, workload, limits)
+    ttft, tpot, tokens = simulated_lone(profile, workload, limits)
     return 1.3 * (ttft + tpot * tokens) + 0.3
 
 

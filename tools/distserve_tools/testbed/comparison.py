@@ -13,7 +13,7 @@ from distserve_planner.slo import Slo
 from distserve_tools.testbed.prediction import Predicted
 from distserve_tools.testbed.runs import Run
 
-NOBODY, SYSTEMS_APART = "none", " = "  # of `winner`: no system, and what is between the names of equals
+POINTS = 2.0  # a prediction may be off by so much, or by twice the noise of repeats
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,15 @@ def latency_error(runs: Iterable[Run], at_pace: bool = False) -> LatencyError | 
     return LatencyError(middle["ttft"], middle["tpot"], tail["ttft"], tail["tpot"])
 
 
-def winner(goodputs: Mapping[str, float], tie: float = 0.05) -> str:
-    """The system with the highest goodput; several within `tie` of it are named together."""
+def best_systems(goodputs: Mapping[str, float], tie: float = 0.05) -> list[str]:
+    """The system with the highest goodput and those within `tie` of it; none if that is 0."""
     best = max(goodputs.values())
-    if best <= 0:
-        return NOBODY
-    return SYSTEMS_APART.join(name for name, value in goodputs.items() if value >= (1 - tie) * best)
+    return [name for name, value in goodputs.items() if best > 0 and value >= (1 - tie) * best]
+
+
+def winner(goodputs: Mapping[str, float]) -> str:
+    """`best_systems` in a word."""
+    return " = ".join(best_systems(goodputs)) or "none"
 
 
 def repeat_noise(runs: Sequence[Run], systems: Sequence[str], slo: Slo) -> float | None:
@@ -135,4 +138,4 @@ def repeat_noise(runs: Sequence[Run], systems: Sequence[str], slo: Slo) -> float
 
 def allowed_points(runs: Sequence[Run], systems: Sequence[str], slo: Slo) -> float:
     """How far a prediction may be off: 2 points, or twice the noise of repeats, where that is more."""
-    return max(2.0, 2 * (repeat_noise(runs, systems, slo) or 0.0))
+    return max(POINTS, 2 * (repeat_noise(runs, systems, slo) or 0.0))

@@ -10,7 +10,7 @@ from distserve_tools.demo_model import DEMO_MODEL
 
 RANDOM_MODEL = "random-llama"
 LEAST_REQUESTS = 8  # of a run
-LONGEST_PROMPT_S = 0.4  # of the mean prompt alone, so that a minute of load is a hundred requests on any core
+LONGEST_PROMPT_S = 0.4  # of the mean prompt alone; slower cores are asked shorter ones
 CHUNKS = (32, 64, 128, 256)  # budgets tried (in the simulation) for the chunked baseline
 
 
@@ -21,6 +21,10 @@ class ScaledWorkload:
     label: str
     name: str  # of `distserve_planner.workload`
     scale: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} x {self.scale:g}"
 
     @property
     def sizes(self) -> tuple[ScaledWorkload, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distserve_planner.profile_file import Profile
-from distserve_tools.testbed.campaign import blocks_of, grid, sizing
+from distserve_tools.testbed.campaign import blocks_of, grid, simulated_lone, sizing
 from distserve_tools.testbed.comparison import goodput_rps, winner
 from distserve_tools.testbed.plan import OBJECTIVES, ScaledWorkload
 from distserve_tools.testbed.prediction import Predictor
 from distserve_tools.testbed.report import DEVICES, TARGETS
 from distserve_tools.testbed.report_table import table
 from distserve_tools.testbed.systems import SYSTEMS, EngineLimits
-from distserve_tools.testbed.traces import lone_requests, requests_at
+from distserve_tools.testbed.traces import requests_at
 
 RATES = 7
 REQUESTS = 2000
@@ -27,14 +27,14 @@ def simulated_goodputs(profile: Profile, workloads: Sequence[ScaledWorkload], li
         blocks = blocks_of(profile, chosen)
         predictors = {name: Predictor(name, profile, chosen, blocks) for name in SYSTEMS}
         context = profile.model.max_context
-        lone = predictors[SYSTEMS[0]].predict(lone_requests(workload, 2, 1e4, context))
+        ttft, tpot, _ = simulated_lone(profile, workload, chosen)
         traces = {rate: requests_at(workload, rate, REQUESTS, SEED, context) for rate in grid(top, RATES)}
         seen = {
             name: {rate: predictor.predict(trace) for rate, trace in traces.items()}
             for name, predictor in predictors.items()
         }
         for objective in OBJECTIVES:
-            slo = objective.slo(float(lone.ttft_s[0]), float(lone.tpot_s[0]))
+            slo = objective.slo(ttft, tpot)
             for target in TARGETS:
                 goodputs = {
                     name: goodput_rps([(r, float(p.met(slo).mean())) for r, p in by_rate.items()], target)
@@ -42,13 +42,5 @@ def simulated_goodputs(profile: Profile, workloads: Sequence[ScaledWorkload], li
                     for name, by_rate in seen.items()
                 }
                 cells = [f"{value:.2f}" for value in goodputs.values()]
-                rows.append(
-                    [
-                        f"{workload.label} x {workload.scale:g}",
-                        objective.label,
-                        f"{target:.0%}",
-                        *cells,
-                        winner(goodputs),
-                    ]
-                )
+                rows.append([workload.title, objective.label, f"{target:.0%}", *cells, winner(goodputs)])
     return table(["workload", "objective", "attained", *SYSTEMS, "best"], rows)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from distserve_tools.testbed.campaign import Campaign
-from distserve_tools.testbed.comparison import NOBODY, SYSTEMS_APART, pairs, repeat_noise, winner
+from distserve_tools.testbed.comparison import POINTS, best_systems, pairs, repeat_noise
 from distserve_tools.testbed.report import TARGETS, goodputs
 from distserve_tools.testbed.report_table import table
-
-POINTS = 2.0  # a prediction may be off by so much, or by the noise of repeats
 
 
 def summary(campaigns: Sequence[Campaign]) -> str:
@@ -21,8 +19,7 @@ def summary(campaigns: Sequence[Campaign]) -> str:
 
 
 def _name(campaign: Campaign) -> str:
-    workload = campaign.workload
-    return f"{workload.label} x {workload.scale:g}, {campaign.model.removeprefix('cache:')}"
+    return f"{campaign.workload.title}, {campaign.model.removeprefix('cache:')}"
 
 
 def _goodputs(campaigns: Sequence[Campaign]) -> str:
@@ -54,19 +51,18 @@ def _called(campaigns: Sequence[Campaign]) -> str:
     if not attained:
         return "No system attains any of the targets."
     served = [
-        max((measured[name] for name in _best(simulated)), default=0.0) / max(measured.values())
+        max((measured[name] for name in best_systems(simulated)), default=0.0) / max(measured.values())
         for measured, simulated in attained
     ]
-    named = sum(bool(_best(measured) & _best(simulated)) for measured, simulated in attained)
+    named = sum(
+        not set(best_systems(measured)).isdisjoint(best_systems(simulated))
+        for measured, simulated in attained
+    )
     return (
         f"The simulation names the best of the systems it knows, or one of several within 5 %, in {named} of "
         f"{len(attained)} rows and targets that have one; what it names serves {np.mean(served):.0%} of what "
         "the best does, on average."
     )
-
-
-def _best(of: Mapping[str, float]) -> set[str]:
-    return set(winner(of).split(SYSTEMS_APART)) - {NOBODY}
 
 
 def _predictions(campaigns: Sequence[Campaign]) -> str:
